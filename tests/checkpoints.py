@@ -565,6 +565,7 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
 
 _ON_OPERATORS: dict[str, Callable[[], PreTrainedModel]] = {
     "cohere-norms": _named("Cohere", logit_scale=0.5, tie_word_embeddings=True, use_qk_norm=True),
+    "nemotron_h-latent": _named("NemotronH", moe_latent_size=24, **_NEMOTRON_H),
     "persimmon": _named("Persimmon", rope_parameters=_HALF_ROPE, **_OLD),
     "stablelm-norms": _named("StableLm", rope_parameters=_HALF_ROPE, qk_layernorm=True),
 }

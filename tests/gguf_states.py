@@ -73,6 +73,10 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "nemotron_h": ("NemotronH", _NEMOTRON | {"layers_block_type": [*_ALONE, "mlp"]}),
     "nemotron_h_moe": ("NemotronH", _NEMOTRON | {"layers_block_type": ["moe", *_ALONE]}),
+    "nemotron_h_moe-latent": (
+        "NemotronH",
+        _NEMOTRON | {"layers_block_type": ["moe", *_ALONE], "moe_latent_size": 32},
+    ),
     "falcon-h1": ("FalconH1", _FALCON),
     "falcon-h1-norms": ("FalconH1", _FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "qwen3next": ("Qwen3Next", _DELTA | _EXPERTS),
@@ -237,6 +241,8 @@ def add_nemotron_h(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
         writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
         writer.add_expert_shared_count(config["n_shared_experts"])
+        if config["moe_latent_size"] is not None:
+            writer.add_moe_latent_size(config["moe_latent_size"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
 

@@ -63,6 +63,9 @@ FUSED = {
     "falcon-40b": ("query_key_value", "dense", "dense_h_to_4h"),
     "codegen": ("qkv_proj", "out_proj", "fc_in"),
     "afmoe": ("gate_proj", "k_proj", "o_proj"),
+    "mamba2": ("in_proj", "out_proj"),
+    "nemotron_h": ("in_proj", "q_proj", "mixer.up_proj", "mixer.down_proj"),
+    "nemotron_h-latent": ("fc1_latent_proj", "fc2_latent_proj", "out_proj"),
     "falcon_h1": ("q_proj", "v_proj", "o_proj", "in_proj", "out_proj", "gate_proj", "down_proj"),
 }
 
@@ -223,7 +226,10 @@ def test_ranks_have_their_parts_of_adapters(adapted_model, family, form):
         assert group == alone
 
 
-@pytest.mark.parametrize(("family", "kernels"), [*((family, "auto") for family in FUSED), ("falcon_h1", "eager")])
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [*((family, "auto") for family in FUSED), ("falcon_h1", "eager")],
+)
 def test_an_adapter_of_fused_projections(tmp_path, family, kernels):
     model = make_checkpoint(tmp_path / "model", family)
     adapter = write_adapter(tmp_path / "adapter", model, seed=3, targets=FUSED[family])

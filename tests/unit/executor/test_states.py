@@ -212,7 +212,7 @@ def test_tokens_together_are_tokens_one_by_one(length, has_strengths):
         ("mamba2", "hidden_act", "gelu"),
         ("mamba2", "n_groups", 3),
         ("nemotron_h", "layers_block_type", ["mlp", "conv"]),
-        ("nemotron_h", "moe_latent_size", 16),
+        ("nemotron_h", "moe_latent_size", -16),
         ("nemotron_h", "mlp_bias", True),
         ("nemotron_h", "mamba_proj_bias", True),
         ("nemotron_h", "n_shared_experts", 2),

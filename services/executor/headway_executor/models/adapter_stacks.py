@@ -17,7 +17,7 @@ import msgspec
 from torch import Tensor
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ExpertsConfig, ModelConfig
+from headway_executor.models.config import ExpertsConfig, ModelConfig, RecurrenceConfig
 
 _MODULE, _GRANITE_MODULE = "mlp.experts", "block_sparse_moe.experts"
 _ROUTERS = {
@@ -36,6 +36,9 @@ def by_matrix(config: ModelConfig) -> ModelConfig:
             return None
         return msgspec.structs.replace(experts, stack=None, has_router_bias=False)
 
+    def without_biases(recurrence: RecurrenceConfig | None) -> RecurrenceConfig | None:
+        return None if recurrence is None else msgspec.structs.replace(recurrence, has_bias=False)
+
     return msgspec.structs.replace(
         config,
         names=msgspec.structs.replace(config.names, has_inputs_first=False),
@@ -43,6 +46,7 @@ def by_matrix(config: ModelConfig) -> ModelConfig:
         layers=tuple(
             msgspec.structs.replace(
                 layer,
+                recurrence=without_biases(layer.recurrence),
                 feed_forward=msgspec.structs.replace(
                     layer.feed_forward, has_bias=False, experts=apart(layer.feed_forward.experts)
                 ),
@@ -90,7 +94,7 @@ def stacks_of(config: ModelConfig, parameters: Sequence[str]) -> dict[str, Stack
     found: dict[str, Stack] = {}
     for index, (layer, apart) in enumerate(zip(config.layers, by_matrix(config).layers, strict=True)):
         feed, prefix = layer.feed_forward, config.names.layer.format(index)
-        if feed.experts is None or apart.feed_forward.experts is None:
+        if feed.experts is None or apart.feed_forward.experts is None or not feed.is_gated:
             continue
         names = apart.feed_forward.experts.names
         expert, count = prefix + names.expert, feed.experts.routing.num_experts

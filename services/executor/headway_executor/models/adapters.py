@@ -34,8 +34,8 @@ class AdapterSite(Enum):
     """A product of a layer to which an adapter may add.
 
     A state has two of its own. Latent attention has four in place of ``QKV``: to queries, to what they are compressed to, to what keys and values are,
-    and from there to them. A layer with experts has six in place of ``GATE_UP`` and ``DOWN``; the last two are of all experts
-    that tokens choose from.
+    and from there to them. A layer with experts has eight in place of ``GATE_UP`` and ``DOWN``; the last two are of all experts
+    that tokens choose from, and two are before and behind those.
     """
 
     QKV = auto()
@@ -49,6 +49,8 @@ class AdapterSite(Enum):
     LATENT_IN = auto()
     LATENT_EXPANSION = auto()
     ROUTER = auto()
+    EXPERTS_IN = auto()
+    EXPERTS_OUT = auto()
     SHARED_GATE = auto()
     SHARED_GATE_UP = auto()
     SHARED_DOWN = auto()
@@ -246,11 +248,14 @@ class _Fusing:
         if feed.experts is None:
             return {}
         names, numbers = feed.experts.names, range(feed.experts.routing.num_experts)
+        before, behind = ((name,) if name else () for name in names.latent)
         gate = () if names.shared_gate is None else (names.shared_gate,)
         found = {
             AdapterSite.ROUTER: self._low_rank(
                 index, (names.router,), lambda tensors: tensors.experts(index).router()[0]
             ),
+            AdapterSite.EXPERTS_IN: self._low_rank(index, before, lambda tensors: _latent_experts(tensors, index)[0]),
+            AdapterSite.EXPERTS_OUT: self._low_rank(index, behind, lambda tensors: _latent_experts(tensors, index)[1]),
             AdapterSite.SHARED_GATE: self._low_rank(index, gate, lambda tensors: tensors.experts(index).shared_gate()),
             AdapterSite.SHARED_GATE_UP: self._of_expert(index, feed.experts, None, names.shared_gate_up),
             AdapterSite.SHARED_DOWN: self._of_expert(index, feed.experts, None, (names.shared_down,)),
@@ -313,6 +318,12 @@ class _Fusing:
         made = up(ModelTensors(self._config, ups, self._channel_order, part=self._part))
         assert made is not None
         return LowRank(inputs(torch.cat(ups.downs)).contiguous(), made.contiguous())
+
+
+def _latent_experts(tensors: ModelTensors, index: int) -> tuple[Tensor, Tensor]:
+    products = tensors.experts(index).latent()
+    assert products is not None
+    return products
 
 
 def _latent(tensors: ModelTensors, index: int) -> LatentTensors:

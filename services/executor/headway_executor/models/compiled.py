@@ -95,7 +95,7 @@ def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> 
         return f"heads of {config.head_dim} channels"
     if any(recurrence.taps > MOST_TAPS for recurrence in config.recurrences(range(config.num_layers))):
         return f"convolutions of more than {MOST_TAPS} tokens"
-    every = frozenset(Feature) - {Feature.HEAD_LAYER_NORM}
+    every = frozenset(Feature) - {Feature.HEAD_LAYER_NORM, Feature.LATENT_EXPERTS}
     return lacking(config, every if place.tensor_parallel == 1 else every - {Feature.POST_NORM})
 
 

@@ -191,7 +191,7 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names of tensors behind a layer's prefix; ``gate_up`` and ``down`` follow the prefix of an expert.
 
-    Without a name, there is no ``correction`` and no ``shared_gate``. ``shared_gate_up`` names one tensor each, or one for
+    Without a name, there is no ``correction`` and no ``shared_gate``. ``latent``: of the products before and behind experts. ``shared_gate_up`` names one tensor each, or one for
     both, gates first. ``stacks``: of tensors that hold all experts, gates and ups, and the way back; None: see
     ``expert_tensors``.
     """
@@ -205,11 +205,13 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     shared_down: str = "down_proj"
     shared_gate: str | None = None
+    latent: tuple[str, str] = ("", "")
     stacks: tuple[str, str] | None = None
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which experts there are. All tokens go through a shared one of ``shared_size`` columns; 0: there is none.
+    """Which experts there are. All tokens go through a shared one of ``shared_size`` columns; 0: there is none. Those that are
+    chosen read a compressed row of ``latent_size`` columns, and what they give is expanded; 0: they read the hidden state.
 
     With a ``stack``, one tensor holds all experts: "pairs", each gate beside its up, inputs before outputs; "halves", all
     gates before all ups, inputs before outputs; or "rows", the same with outputs before inputs. ``has_correction_row``:
@@ -218,6 +220,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     routing: Routing
     shared_size: int = 0
+    latent_size: int = 0
     has_router_bias: bool = False
     stack: Stacking | None = None
     has_correction_row: bool = False

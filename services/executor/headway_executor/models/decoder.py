@@ -250,16 +250,18 @@ class DecoderLayer:
         if self.attention is not None:
             attended = self.attention(_normed(self.attention_norm, hidden), rotations, plan)
             inputs = _normed(self.mlp_norm, hidden) if self.is_parallel else None
-            self._add(hidden, attended, self.attention_post_norm)
+            _add(self, hidden, attended, self.attention_post_norm)
         if self.feed_forward is None:
             return
         made = self.feed_forward(_normed(self.mlp_norm, hidden) if inputs is None else inputs)
-        self._add(hidden, made, self.mlp_post_norm)
+        _add(self, hidden, made, self.mlp_post_norm)
 
-    def _add(self, hidden: Tensor, made: Tensor, norm: Product | None) -> None:
-        hidden.add_(made if self.norms_sums else _normed(norm, made), alpha=self.residual)
-        if self.norms_sums and norm is not None:
-            hidden.copy_(norm(hidden))
+
+def _add(layer: DecoderLayer, hidden: Tensor, made: Tensor, norm: Product | None) -> None:
+    """What attention or a feed-forward has made, behind its norm."""
+    hidden.add_(made if layer.norms_sums else _normed(norm, made), alpha=layer.residual)
+    if layer.norms_sums and norm is not None:
+        hidden.copy_(norm(hidden))
 
 
 def _normed(norm: Product | None, inputs: Tensor) -> Tensor:

@@ -335,6 +335,12 @@ class _Loader:
 
     def _experts(self, place: int, tensors: ExpertTensors, feed: FeedForwardConfig, config: ExpertsConfig) -> Experts:
         correction, shared, shared_gate = tensors.correction(), tensors.shared(), tensors.shared_gate()
+        latent = tensors.latent()
+        sites = (AdapterSite.EXPERTS_IN, AdapterSite.EXPERTS_OUT)
+        around = {
+            name: self._adapted(self._linear(weight, None), place, site)
+            for name, weight, site in zip(("compress", "expand"), latent or (), sites, strict=False)
+        }
         part, between = self.part, Alone() if self.part.is_fast else self._mates
         products = [
             self._of_expert(place, tensors.expert(number), number) for number in range(config.routing.num_experts)
@@ -351,6 +357,7 @@ class _Loader:
             if shared_gate is None
             else self._adapted(self._linear(shared_gate, None), place, AdapterSite.SHARED_GATE),
             begin=None if self._adapters is None else self._adapters.begin_experts,
+            **around,
         )
 
     def _shared(self, place: int, expert: Expert, feed: FeedForwardConfig, config: ExpertsConfig) -> FeedForward:

@@ -24,13 +24,18 @@ def expert_shapes(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -
         yield f"{names.router}.bias", (count,)
     if names.correction is not None:
         yield names.correction, (1, count) if config.has_correction_row else (count,)
+    if config.latent_size:
+        before, behind = names.latent
+        yield f"{before}.weight", (config.latent_size, hidden)
+        yield f"{behind}.weight", (hidden, config.latent_size)
+    width = config.latent_size or hidden
     if config.stack is None:
         for number in range(count):
             yield from _feed_forward(
-                names.expert.format(number), names.gate_up, names.down, hidden, feed.intermediate_size, feed.is_gated
+                names.expert.format(number), names.gate_up, names.down, width, feed.intermediate_size, feed.is_gated
             )
     else:
-        yield from _stacks(config, feed, hidden)
+        yield from _stacks(config, feed, width)
     if config.shared_size:
         yield from _feed_forward(
             names.shared, names.shared_gate_up, names.shared_down, hidden, config.shared_size, feed.is_gated
@@ -96,6 +101,13 @@ class ExpertTensors:
     def shared(self) -> Expert | None:
         """The one that all tokens go through."""
         return self._expert(None) if self._config.shared_size else None
+
+    def latent(self) -> tuple[Tensor, Tensor] | None:
+        """``[latent_size, hidden]`` and ``[hidden, latent_size]``, or None."""
+        if not self._config.latent_size:
+            return None
+        before, behind = (self._read(f"{name}.weight") for name in self._names.latent)
+        return before, behind
 
     def shared_gate(self) -> Tensor | None:
         """``[1, hidden]``, or None. The sigmoid of 0 is a half."""

@@ -24,7 +24,7 @@ class Experts:
 
     Ranks that have parts of each expert exchange columns ``between`` its products and ``behind`` them, once for all
     experts. All tokens go through the ``shared`` expert, if any, which the sigmoid of ``shared_gate`` (``[tokens, 1]``)
-    weighs, if any. ``correction``: see ``choose_experts``. ``begin`` is told the token of each row that goes through experts,
+    weighs, if any. All others read what ``compress`` gives, and ``expand`` takes their sum. ``correction``: see ``choose_experts``. ``begin`` is told the token of each row that goes through experts,
     expert after expert, and how many each has.
     """
 
@@ -37,11 +37,13 @@ class Experts:
     between: Product = _as_it_is
     behind: Product = _as_it_is
     begin: Callable[[Tensor, list[int]], None] | None = None
+    compress: Product = _as_it_is
+    expand: Product = _as_it_is
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the sum of what each token's experts give, ``[tokens, hidden]``, a new tensor."""
         chosen, weights = choose_experts(self.routing, self.router(hidden), self.correction)
-        given = self._of_pairs(hidden, chosen, weights.to(hidden.dtype)).sum(1)
+        given = self.expand(self._of_pairs(self.compress(hidden), chosen, weights.to(hidden.dtype)).sum(1))
         if self.shared is None:
             return given
         shared = self.shared(hidden)

@@ -35,6 +35,8 @@ from headway_executor.models.rope import sinusoids
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 _DECODER = "model."
+_OLDER_DECODER = "backbone."
+"""Of Mamba and Nemotron-H: transformers has it as a model, too."""
 _NUMBER = "{}"
 _LAYERS = "layers."
 _PLACES = (
@@ -140,7 +142,7 @@ def module_as_stored(config: ModelConfig, module: str) -> str:
     """A module of the decoder by its stored name, whichever transformers has named it."""
     decoder = config.names.layer.partition(_LAYERS)[0]
     for front in (*(front for front, _ in _PLACES), _DECODER):
-        if config.names.is_part and module.startswith(front + _LAYERS):
+        if (config.names.is_part or decoder == _OLDER_DECODER) and module.startswith(front + _LAYERS):
             return decoder + module.removeprefix(front)
     layer = config.names.layer.partition(_NUMBER)[0]
     _, is_behind, rest = module.partition(f".{layer}")

@@ -189,6 +189,8 @@ _OF_NEMOTRON = {
     "ffn_down": "mixer.down_proj",
     "ffn_gate_inp": "mixer.gate",
     "exp_probs_b": "mixer.gate.e_score_correction_bias",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
     "ffn_up_exps": "mixer.experts.{}.up_proj",
     "ffn_down_exps": "mixer.experts.{}.down_proj",
     "ffn_up_shexp": "mixer.shared_experts.up_proj",

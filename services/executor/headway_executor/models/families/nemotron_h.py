@@ -46,6 +46,7 @@ _EXPERT_NAMES = ExpertNames(
     gate_up=("up_proj",),
     shared="mixer.shared_experts.",
     shared_gate_up=("up_proj",),
+    latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
 )
 
 
@@ -58,8 +59,7 @@ def read_nemotron_h(fields: ConfigFields) -> ModelConfig:
     fields = ConfigFields(fields.source, dict(fields.values) | {"num_hidden_layers": len(kinds)})
     for field in ("attention_bias", "mamba_proj_bias"):
         refuse_unless(fields, field, False)
-    for field in ("sliding_window", "moe_latent_size"):
-        refuse_unless(fields, field, None)
+    refuse_unless(fields, "sliding_window", None)
     refuse_unless(fields, "mamba_hidden_act", "silu")
     dense = read_feed_forward(
         fields,
@@ -108,6 +108,7 @@ def _experts(fields: ConfigFields, dense: FeedForwardConfig) -> FeedForwardConfi
     refuse_unless(fields, "n_shared_experts", 1)
     experts = msgspec.structs.replace(
         read_corrected(fields, ("n_routed_experts", 8), chosen=2),
+        latent_size=fields.optional_integer("moe_latent_size") or 0,
         shared_size=fields.integer("moe_shared_expert_intermediate_size", 7688),
         names=_EXPERT_NAMES,
     )
