@@ -78,6 +78,8 @@ USUAL = (
     "falcon-40b",
     "codegen",
     "nanochat",
+    "gpt2",
+    "xglm",
 )
 """Of all families, what each part of a description takes."""
 
@@ -86,14 +88,7 @@ _STATE = "layers with a state instead of attention"
 REFUSED = dict.fromkeys(STATES, _STATE) | {
     **dict.fromkeys(("nemotron_h", "mamba2"), f"{_STATE}, layers without attention or without a feed-forward"),
     "llama4": "experts whose inputs are weighed",
-    "gpt2": "a table of positions",
-    "opt": "a table of positions",
-    "opt-350m": "a table of positions, norms of sums",
-    "gpt_neo": "a table of positions",
-    "biogpt": "a table of positions",
-    "xglm": "a table of positions",
-    "gpt_bigcode": "a table of positions",
-    "gpt_bigcode-heads": "a table of positions",
+    "opt-350m": "norms of sums",
     "bloom": r"scores that fall with distance \(ALiBi\)",
     "mpt": r"scores that fall with distance \(ALiBi\)",
     "falcon-rw": r"scores that fall with distance \(ALiBi\)",

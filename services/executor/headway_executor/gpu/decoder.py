@@ -36,6 +36,7 @@ _FEATURES = DENSE | {
     Feature.GATES,
     Feature.CLIP,
     Feature.CURVE,
+    Feature.POSITIONS,
 }
 """What these kernels have beyond a plain decoder."""
 
@@ -77,9 +78,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """``embedding`` ``[vocab, hidden]``."""
+    """``embedding`` ``[vocab, hidden]``; ``positions`` ``[context, hidden]``, added to it, or None."""
 
     embedding: Tensor
+    positions: Tensor | None
     layers: tuple[LayerWeights, ...]
     final_norm: NormTensors
     head: DeviceLinear
@@ -179,6 +181,9 @@ class Decoder:
         qkv, attended = space.qkv[:num_tokens], space.attended[:num_tokens]
         slots = space.slots[:num_tokens]
         gather_rows(weights.embedding, space.token_ids[:num_tokens], hidden)
+        if weights.positions is not None:
+            gather_rows(weights.positions, space.positions[:num_tokens], normed)
+            hidden.add_(normed)
         update: Tensor | None = None
         for layer, layer_pool in zip(weights.layers, pool.unbind(0), strict=True):
             layer.qkv(self._normed(hidden, update, layer.attention_norm, normed), qkv)

@@ -65,6 +65,7 @@ def load_decoder(
     embedding = weights.here(weights.tensors.embedding(dtype))
     final_norm = weights.tensors.final_norm()
     assert final_norm is not None  # Only models whose norms are of sums lack it.
+    positions = weights.tensors.positions(max_model_len)
 
     def layer(index: int) -> LayerWeights:
         progress(index, config.num_layers)
@@ -72,6 +73,7 @@ def load_decoder(
 
     return DecoderWeights(
         embedding=embedding,
+        positions=None if positions is None else weights.here(positions),
         layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=loader.norm(final_norm),
         head=weights.product(embedding, None, is_exact=True)
