@@ -54,6 +54,34 @@ _MIXTURES = {
     },
 }
 
+_STATES = {
+    "falcon-h1": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+        "mlp_multipliers": [0.6, 0.8],
+        "ssm_multipliers": [0.5, 0.7, 1.2, 1.5, 0.4],
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.7,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.8,
+        "key_multiplier": 0.3,
+    },
+    "nemotron-h": {
+        "architectures": ["NemotronHForCausalLM"],
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 96,
+        "moe_shared_expert_intermediate_size": 160,
+    },
+}
+"""Factors of projections are in the scales of codes."""
+
 _STACKED = {
     "architectures": ["GptOssForCausalLM"],
     "num_local_experts": 4,
@@ -124,7 +152,8 @@ def test_weights_may_have_several_forms_or_none(tmp_path, kind):
     + [(_MIXTURES["qwen3-moe"], kind) for kind in KINDS]
     + [(sizes, kind) for sizes in ({}, _MIXTURES["qwen3-moe"]) for kind in MIXED_KINDS]
     + [(_STACKED, "mxfp4")]
-    + [(_MIXTURES[sizes], kind) for sizes in ("mixtral", "a shared expert") for kind in _OF_MIXTURES],
+    + [(_MIXTURES[sizes], kind) for sizes in ("mixtral", "a shared expert") for kind in _OF_MIXTURES]
+    + [(sizes, kind) for sizes in _STATES.values() for kind in _OF_MIXTURES],
 )
 def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, sizes, kind):
     reference = written(tmp_path / "model", kind, **sizes)
