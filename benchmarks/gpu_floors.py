@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.kv_vectors import block_bytes_of
+from headway_executor.models.kv_layout import block_bytes_of
 from headway_executor.models.loading import expected_tensors
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS
 

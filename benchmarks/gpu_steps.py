@@ -42,7 +42,7 @@ from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.memory.host_speed import measure_device, measure_host
 from headway_executor.memory.kv_pool import CODES
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.kv_vectors import block_bytes_of
+from headway_executor.models.kv_layout import block_bytes_of
 from headway_executor.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.gpu.attention.long_chunks import LibraryLacking
 from headway_kernels.gpu.linear.float8 import is_native

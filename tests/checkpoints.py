@@ -493,6 +493,23 @@ _OLMO_HYBRID: dict[str, object] = {
     "pad_token_id": 0,
 }
 
+GEMMA4: dict[str, object] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": 20,
+    "hidden_size_per_layer_input": 0,
+    "tie_word_embeddings": True,
+}
+
+_FURTHER |= {
+    "gemma4": _named("Gemma4", "Gemma4Text", final_logit_softcapping=8.0, **GEMMA4),
+    "gemma4-keys": _named(
+        "Gemma4", "Gemma4Text", attention_k_eq_v=True, num_global_key_value_heads=1, **GEMMA4 | {"global_head_dim": 32}
+    ),
+}
+
 _FALCON_H1: dict[str, object] = {
     "mamba_d_ssm": 60,
     "mamba_n_heads": 6,
@@ -597,12 +614,15 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
+            elif buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
             elif "norm" in parameter_name or ".ln_" in parameter_name:
-                # Gemma and Nemotron add 1 to the weight.
-                parameter.uniform_(0.6, 1.6).sub_(1.0 if name.startswith("gemma") or name == "nemotron" else 0.0)
+                # Gemma up to 3 and Nemotron add 1 to the weight.
+                adds_1 = name.startswith("gemma") and not name.startswith("gemma4")
+                parameter.uniform_(0.6, 1.6).sub_(1.0 if adds_1 or name == "nemotron" else 0.0)
             elif not parameter.any() or ".act_fn." in parameter_name:
                 parameter.normal_(0.0, 0.3)
     return model.eval()

@@ -15,13 +15,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headway_executor.checkpoint.weights import Checkpoint
-from headway_executor.memory.kv_pool import KvPool, StoredBlock
-from headway_executor.models.compiled import CompiledModel, load_compiled
+from headway_executor.memory.kv_pool import KvPool
+from headway_executor.models.compiled import CompiledModel, compiled_layout, load_compiled
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.families import read_model_config
 from headway_executor.models.forward import ForwardPass, StepRows, last_tokens
+from headway_executor.models.kv_layout import KvLayout, vectors_layout
 from headway_executor.models.loading import as_stored, expected_tensors
+from headway_executor.models.part import whole
 from headway_executor.models.recurrence import RowStates
 from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight
 from headway_kernels.cpu.decoder import Decoder
@@ -144,7 +146,9 @@ def compiled_decoder(
 
 def compiled_pool(directory: Path, decoder: Decoder, sequences: Sequences, *, stale: float = 0.0) -> KvPool:
     """A pool for ``sequences``, full of ``stale`` numbers, as if earlier rows had left them."""
-    pool = _pool(directory, sequences, (decoder.block_floats,), decoder.kv_dtype)
+    config = read_model_config(directory)
+    own = compiled_layout(config, whole(config), decoder.library, sequences.block_size, decoder.kv_dtype)
+    pool = _pool(own, sequences)
     pool.layers.fill_(stale)
     return pool
 
@@ -166,23 +170,20 @@ def eager_model(directory: Path, sequences: Sequences) -> EagerModel:
     """The checkpoint as torch operators, with a pool."""
     with torch.inference_mode(), Checkpoint(directory) as checkpoint:
         config = as_stored(read_model_config(directory), checkpoint, print)
+        layout = vectors_layout(config, whole(config), sequences.block_size, torch.float32, "auto")
         decoder, embedding = load_eager(
-            config, checkpoint, max_model_len=config.context, dtype=torch.float32, device=CPU
+            config, checkpoint, max_model_len=config.context, dtype=torch.float32, device=CPU, places=layout.places
         )
-    block_shape = (2 * config.num_kv_heads, sequences.block_size, config.head_dim)
-    pool = _pool(directory, sequences, block_shape)
+    pool = _pool(layout, sequences)
     return EagerModel(config, decoder, embedding, pool, torch.float32, states=states_of(config, sequences))
 
 
-def _pool(
-    directory: Path, sequences: Sequences, block_shape: tuple[int, ...], dtype: torch.dtype = torch.float32
-) -> KvPool:
-    config = read_model_config(directory)
+def _pool(layout: KvLayout, sequences: Sequences) -> KvPool:
     return KvPool(
-        num_layers=config.num_cached(range(config.num_layers)),
+        num_layers=layout.num_layers,
         num_blocks=sequences.num_blocks,
         block_size=sequences.block_size,
-        block=StoredBlock(block_shape, dtype),
+        block=layout.block,
         device=CPU,
     )
 

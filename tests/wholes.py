@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from checkpoints import DELTA, randomise, small_sizes, tokenizer
+from checkpoints import DELTA, GEMMA4, randomise, small_sizes, tokenizer
 
 _CLIP = {
     "model_type": "clip_vision_model",
@@ -54,6 +54,18 @@ _WHOLES: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
         "Gemma3",
         _SIGLIP,
         _text("gemma3_text", sliding_window=20, head_dim=16, query_pre_attn_scalar=24, tie_word_embeddings=True),
+    ),
+    "gemma4": (
+        "Gemma4",
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+        },
+        _text("gemma4_text", **GEMMA4 | {"pad_token_id": 1}),
     ),
     "mistral3": ("Mistral3", _PIXTRAL, _MISTRAL),
     "mistral3-ministral3": (

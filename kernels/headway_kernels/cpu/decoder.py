@@ -6,7 +6,7 @@ The library gets addresses, so every object here keeps its arrays alive.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -23,7 +23,7 @@ from headway_kernels.cpu.feed_forward import DenseFeedForward
 from headway_kernels.cpu.latent import PackedLatent
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, address, made, rounded
 from headway_kernels.cpu.recurrence import PackedRecurrence
-from headway_kernels.cpu.structs import LayerStruct, NormStruct, ShapeStruct, SharedRowsStruct, StepStruct
+from headway_kernels.cpu.structs import HeadsStruct, LayerStruct, NormStruct, ShapeStruct, SharedRowsStruct, StepStruct
 
 _T = TypeVar("_T")
 
@@ -77,7 +77,8 @@ class DecoderShape:
     addition. ``norms_all_heads``: together, not each by itself; ``norms_rotated``: behind the rotation. With
     ``has_gates``, ``qkv`` gives as many gates as queries, last. A rank of several says in ``own`` what it has; its
     heads are counted alone, and its embedding has ``own.hidden_columns``, or is None in a later stage. ``kv_dtype``,
-    of keys and values: float32 or bfloat16.
+    of keys and values: float32 or bfloat16. ``block_stride``: numbers from a block of a layer to its next one; None: those
+    of a layer. With ``norms_values``, a ``qk_norm`` has rows for values, too, last.
     """
 
     hidden_size: int
@@ -99,6 +100,7 @@ class DecoderShape:
     norms_sums: bool = False
     norms_all_heads: bool = False
     norms_rotated: bool = False
+    norms_values: bool = False
     has_gates: bool = False
     score_softcap: float = 0.0
     qkv_clip: float = 0.0
@@ -107,6 +109,7 @@ class DecoderShape:
     logits_softcap: float = 0.0
     own: OwnColumns | None = None
     kv_dtype: torch.dtype = torch.float32
+    block_stride: int | None = None
 
 
 class Rotations(NamedTuple):
@@ -114,6 +117,18 @@ class Rotations(NamedTuple):
 
     cosines: Tensor
     sines: Tensor
+
+
+class LayerHeads(NamedTuple):
+    """The heads of one layer's keys and values, and where these are: in the pool's layer ``kv_layer``, from the number
+    ``kv_first`` of each block on. A layer that ``is_reading`` has queries alone: one before it stores what it reads.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    kv_layer: int
+    kv_first: int = 0
+    is_reading: bool = False
 
 
 class WideRows(NamedTuple, Generic[_T]):
@@ -158,7 +173,8 @@ class LayerWeights:
     Norms that a model does not have are None; those behind attention and feed-forward are only for a rank that is alone.
     ``qk_norm`` ``[heads + kv_heads, head_dim]``, float32, contiguous, on the CPU. A token sees ``window`` positions;
     None: all. ``sinks`` ``[heads]``, float32, or None: in each head's softmax a score without a value. ``query_factors``
-    ``[context]``, float32, on the CPU, multiply queries by position; None: nothing does.
+    ``[context]``, float32, on the CPU, multiply queries by position; None: nothing does. ``heads`` None: as in the shape, and
+    in a layer of the pool behind those of all layers before. ``factor`` multiplies the hidden state behind the layer.
     """
 
     qkv: PackedLinear | PackedLatent | None
@@ -174,6 +190,8 @@ class LayerWeights:
     window: int | None
     sinks: Tensor | None = None
     query_factors: Tensor | None = None
+    heads: LayerHeads | None = None
+    factor: float = 1.0
 
 
 class Decoder:
@@ -188,7 +206,7 @@ class Decoder:
         head: PackedLinear | None,
         mates: StageMates | None = None,
     ) -> None:
-        self._library = library
+        self.library = library
         self._team = team
         biases = None if shape.score_biases is None else _laid_out(shape.score_biases, shape.biases_distances)
         self._kept = (shape, tuple(layers), head, biases)
@@ -202,9 +220,9 @@ class Decoder:
         self._recurrences = [made.recurrence for made in layers if made.recurrence is not None]
         self._mates = mates
         struct = _shape_struct(library, shape, self._own, len(layers), biases)
-        self.block_floats = int(library.functions.headway_block_floats(ctypes.byref(struct)))
+        self.block_floats = struct.block_stride
         self._logits_stride = int(library.functions.headway_logits_stride(shape.vocab_size))
-        structs = (LayerStruct * len(layers))(*map(_layer_struct, layers))
+        structs = (LayerStruct * len(layers))(*_layer_structs(library, shape, layers))
         self._handle = made(
             library.functions.headway_decoder_new(ctypes.byref(struct), structs, None if head is None else head.handle),
             "the model",
@@ -218,7 +236,7 @@ class Decoder:
         shape, layers, *_ = self._kept
         own, start = self._own, self._own.hidden_start
         identity = torch.eye(shape.hidden_size)[start : start + own.hidden_columns]
-        head = PackedLinear(self._library, identity, None, WeightForm.BFLOAT16)  # exact: it holds 0 and 1
+        head = PackedLinear(self.library, identity, None, WeightForm.BFLOAT16)  # exact: it holds 0 and 1
         alike = replace(
             shape,
             vocab_size=shape.hidden_size,
@@ -227,7 +245,7 @@ class Decoder:
             own=replace(own, logits_start=start),
         )
         mates = None if self._mates is None else self._mates.giving_hidden_states()
-        return Decoder(self._library, self._team, alike, layers, head, mates)
+        return Decoder(self.library, self._team, alike, layers, head, mates)
 
     def keep_states(self, past: Sequence[Tensor], heads: Sequence[Tensor]) -> None:
         """Keep rows' states in this memory, of each layer that has some; see ``PackedRecurrence.use``."""
@@ -236,7 +254,7 @@ class Decoder:
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):
-            self._library.functions.headway_decoder_free(self._handle)
+            self.library.functions.headway_decoder_free(self._handle)
 
     def forward(
         self,
@@ -255,7 +273,7 @@ class Decoder:
 
         ``token_ids``: row after row, ``num_tokens[i]`` of row i, from position ``first_positions[i]`` on, with the
         block table ``tables[i]``. ``sampled``: ascending indices into ``token_ids``. ``pool`` ``[layers, num_blocks,
-        block_floats]``, of the shape's ``kv_dtype``, of layers with keys and values. ``row_numbers[i]``: of row i's states.
+        block_floats]``, of the shape's ``kv_dtype``. ``row_numbers[i]``: of row i's states.
         All contiguous.
 
         ``adapters``: of each row; None if no row has one.
@@ -297,7 +315,7 @@ class Decoder:
             most_rank=max((adapter.most_rank for adapter in some), default=0),
             most_expert_rank=max((adapter.most_expert_rank for adapter in some), default=0),
         )
-        done = self._library.functions.headway_decoder_run(self._handle, self._team.handle, ctypes.byref(step))
+        done = self.library.functions.headway_decoder_run(self._handle, self._team.handle, ctypes.byref(step))
         made(done, f"a step of {len(token_ids)} tokens")
         if self._mates is not None:
             self._mates.check()
@@ -308,8 +326,8 @@ class Decoder:
     def _sizes(self, num_tokens: int, num_sampled: int) -> WideRows[tuple[int, int]]:
         """Rows and columns; the experts of all layers are alike, and their states."""
         head_dim, panel, experts = (
-            self._library.padded_head_dim(self._shape.head_dim),
-            self._library.panel,
+            self.library.padded_head_dim(self._shape.head_dim),
+            self.library.panel,
             self._experts,
         )
         widths = [recurrence.inner for recurrence in self._recurrences] or [0]
@@ -369,6 +387,7 @@ def _shape_struct(
         head_dim=library.padded_head_dim(shape.head_dim),
         true_head_dim=shape.head_dim,
         block_size=shape.block_size,
+        block_stride=shape.block_stride or block_floats(library, shape.num_kv_heads, shape.head_dim, shape.block_size),
         all_heads=own.all_heads,
         first_head=own.first_head,
         hidden_start=own.hidden_start,
@@ -379,6 +398,7 @@ def _shape_struct(
         is_parallel=shape.is_parallel,
         norms_all_heads=shape.norms_all_heads,
         norms_rotated=shape.norms_rotated,
+        norms_values=shape.norms_values,
         has_gates=shape.has_gates,
         norms_sums=shape.norms_sums,
         norm_eps=shape.norm_eps,
@@ -404,7 +424,21 @@ def _kv_form(library: CpuLibrary, dtype: torch.dtype) -> _KvForm:
     return _KvForm.PAIRS if library.multiplies_pairs else _KvForm.BFLOAT16
 
 
-def _layer_struct(layer: LayerWeights) -> LayerStruct:
+def block_floats(library: CpuLibrary, num_kv_heads: int, head_dim: int, block_size: int) -> int:
+    """Numbers of a block of one layer."""
+    shape = ShapeStruct(num_kv_heads=num_kv_heads, head_dim=library.padded_head_dim(head_dim), block_size=block_size)
+    return int(library.functions.headway_block_floats(ctypes.byref(shape)))
+
+
+def _layer_structs(library: CpuLibrary, shape: DecoderShape, layers: Sequence[LayerWeights]) -> Iterator[LayerStruct]:
+    count = 0
+    for layer in layers:
+        heads = layer.heads or LayerHeads(shape.num_kv_heads, shape.head_dim, count)
+        yield _layer_struct(library, layer, heads)
+        count += layer.output is not None
+
+
+def _layer_struct(library: CpuLibrary, layer: LayerWeights, heads: LayerHeads) -> LayerStruct:
     feed, state = layer.feed_forward, layer.recurrence
     dense = feed if isinstance(feed, DenseFeedForward) else None
     return LayerStruct(
@@ -430,6 +464,15 @@ def _layer_struct(layer: LayerWeights) -> LayerStruct:
         experts=ctypes.addressof(feed.struct) if isinstance(feed, PackedExperts) else None,
         latent=ctypes.addressof(layer.qkv.struct) if isinstance(layer.qkv, PackedLatent) else None,
         recurrence=None if state is None else ctypes.addressof(state.struct),
+        heads=HeadsStruct(
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=library.padded_head_dim(heads.head_dim),
+            true_head_dim=heads.head_dim,
+            kv_layer=heads.kv_layer,
+            kv_first=heads.kv_first,
+            is_reading=heads.is_reading,
+        ),
+        factor=layer.factor,
     )
 
 

@@ -25,6 +25,7 @@ class ShapeStruct(ctypes.Structure):
         ("head_dim", ctypes.c_int64),
         ("true_head_dim", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
+        ("block_stride", ctypes.c_int64),
         ("all_heads", ctypes.c_int64),
         ("first_head", ctypes.c_int64),
         ("hidden_start", ctypes.c_int64),
@@ -35,6 +36,7 @@ class ShapeStruct(ctypes.Structure):
         ("is_parallel", ctypes.c_int64),
         ("norms_all_heads", ctypes.c_int64),
         ("norms_rotated", ctypes.c_int64),
+        ("norms_values", ctypes.c_int64),
         ("has_gates", ctypes.c_int64),
         ("norms_sums", ctypes.c_int64),
         ("norm_eps", ctypes.c_float),
@@ -51,6 +53,19 @@ class ShapeStruct(ctypes.Structure):
         ("bias_stride", ctypes.c_int64),
         ("last_distance", ctypes.c_int64),
         ("final_norm", NormStruct),
+    )
+
+
+class HeadsStruct(ctypes.Structure):
+    """``layer_heads``."""
+
+    _fields_ = (
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("true_head_dim", ctypes.c_int64),
+        ("kv_layer", ctypes.c_int64),
+        ("kv_first", ctypes.c_int64),
+        ("is_reading", ctypes.c_int64),
     )
 
 
@@ -80,6 +95,8 @@ class LayerStruct(ctypes.Structure):
         ("experts", ctypes.c_void_p),
         ("latent", ctypes.c_void_p),
         ("recurrence", ctypes.c_void_p),
+        ("heads", HeadsStruct),
+        ("factor", ctypes.c_float),
     )
 
 

@@ -80,5 +80,6 @@ def _model_of(directory: str) -> Model:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         context_length=config.context,
+        kv_numbers=config.num_kv_numbers or None,
     )
     return Model(shape=shape, is_bfloat16=config.dtype == "bfloat16")

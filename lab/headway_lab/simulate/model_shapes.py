@@ -12,7 +12,9 @@ _Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A dense decoder with grouped queries and a gated MLP."""
+    """A dense decoder with grouped queries and a gated MLP. ``kv_numbers``: of one token's keys and values, where layers differ
+    in these; None: all layers have ``num_kv_heads`` of ``head_dim``.
+    """
 
     name: str
     num_layers: _Count
@@ -24,6 +26,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: _Count
     context_length: Annotated[int, Meta(ge=2, le=1 << 24)]
     bytes_per_value: Annotated[int, Meta(ge=1, le=8)] = 2
+    kv_numbers: _Count | None = None
 
     @property
     def num_layer_parameters(self) -> int:
@@ -54,6 +57,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
         """Bytes on each device; each has at least one whole KV head."""
+        if self.kv_numbers is not None:
+            return -(-self.kv_numbers // tensor_parallel) * self.bytes_per_value
         num_kv_heads = -(-self.num_kv_heads // tensor_parallel)
         return 2 * self.num_layers * num_kv_heads * self.head_dim * self.bytes_per_value
 

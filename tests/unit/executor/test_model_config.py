@@ -27,7 +27,16 @@ LLAMA = {
     "eos_token_id": 2,
 }
 _MINIMAX_CODE = "modeling_minimax_m2.MiniMaxM2ForCausalLM"
-NAME_THETA = {"mellum", "cohere2_moe", "cohere2_moe-sigmoid", "granitehybrid-experts", "nemotron_h", "mamba2"}
+NAME_THETA = {
+    "gemma4",
+    "gemma4-keys",
+    "mellum",
+    "cohere2_moe",
+    "cohere2_moe-sigmoid",
+    "granitehybrid-experts",
+    "nemotron_h",
+    "mamba2",
+}
 """Their files have to, or they have no positions."""
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
 
@@ -43,6 +52,7 @@ def read(tmp_path, values, generation=None):
 def test_agrees_with_transformers_on_every_family(tmp_path, name):
     make_model(name).save_pretrained(tmp_path)
     theirs = AutoConfig.from_pretrained(tmp_path)
+    theirs.allow_global_per_layer_attribute_access = True  # Those of most layers.
     ours = read_model_config(tmp_path)
     assert ours.architecture == theirs.architectures[0]
     num_heads = getattr(theirs, "num_attention_heads", 1)
@@ -193,6 +203,7 @@ def test_an_unknown_family_is_answered_with_those_of_like_names_and_where_all_ar
     assert len(str(caught.value)) < 1000
 
 
+GEMMA4 = {"hidden_size_per_layer_input": 0}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": None}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
 OTHERS_REFUSED = [
@@ -203,6 +214,11 @@ OTHERS_REFUSED = [
     ("Gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("Gemma3", {"layer_types": ["full_attention"] * 3}, "layer_types"),
     ("Gemma3", {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope_type"),
+    ("Gemma4", GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ("Gemma4", GEMMA4 | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type"),
+    ("Gemma4", GEMMA4 | {"per_layer_config": {"0": {"sliding_window": 8}}}, "per_layer_config: 0"),
+    ("Gemma4", GEMMA4 | {"enable_moe_block": True}, "enable_moe_block"),
+    ("Gemma4", {}, "hidden_size_per_layer_input"),
     ("Phi3", {"rope_scaling": LONG | {"short_factor": [1.0]}}, "short_factor"),
     ("Phi3", {"rope_scaling": LONG | {"short_factor": None}}, "short_factor"),
     ("Phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 1}, "original_max_position_embeddings"),

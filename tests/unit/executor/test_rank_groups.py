@@ -314,7 +314,7 @@ def test_a_rank_reads_only_its_part(tmp_path):
     def numbers_read(part):
         with Checkpoint(directory) as checkpoint:
             counting = CountingCheckpoint(checkpoint)
-            tensors = ModelTensors(config, counting, torch.arange(config.head_dim), part=part)
+            tensors = ModelTensors(config, counting, lambda head_dim, _: torch.arange(head_dim), part=part)
             tensors.embedding(), tensors.head()
             for index in part.layers:
                 tensors.qkv(index), tensors.output(index), tensors.gate_up(index), tensors.down(index)

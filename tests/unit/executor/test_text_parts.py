@@ -67,7 +67,7 @@ def test_tokens_are_those_of_the_whole_model(tmp_path, name):
     assert shown.endswith("ForConditionalGeneration")
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen2_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llava", "qwen2_vl"])
 def test_names_of_transformers_5_are_read_as_well(tmp_path, name):
     expected = expected_of(make_whole(tmp_path, name))
     renamed = NEW_NAMES if name != "qwen2_vl" else {"visual.": "model.visual.", "model.": "model.language_model."}
@@ -203,7 +203,6 @@ def test_ropes_of_sections_are_those_of_such_models_alone(tmp_path):
     [
         ({"architectures": ["MllamaForConditionalGeneration"]}, "layers that attend to pictures"),
         ({"architectures": ["Gemma3nForConditionalGeneration"]}, "share keys and values"),
-        ({"architectures": ["Gemma4ForCausalLM"]}, "heads of several sizes"),
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "later tokens of the prompt"),
         (
             {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "opt"}},

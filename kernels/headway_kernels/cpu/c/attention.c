@@ -14,7 +14,7 @@ static int64_t head_floats(const attention_shape *shape) {
 int64_t block_floats(const attention_shape *shape) { return shape->num_kv_heads * head_floats(shape); }
 
 static int64_t head_start(const attention_shape *shape, int64_t block, int64_t head) {
-    return (block * shape->num_kv_heads + head) * head_floats(shape);
+    return block * shape->block_stride + head * head_floats(shape);
 }
 
 static void store_float32(int64_t head_dim, float *keys, float *values, int64_t offset, const float *key,

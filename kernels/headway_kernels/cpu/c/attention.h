@@ -35,6 +35,7 @@ typedef struct {
     int64_t num_kv_heads;
     int64_t head_dim;
     int64_t block_size;
+    int64_t block_stride; /* numbers from a block of a layer to its next one */
     float scale;
     float softcap; /* bounds scores smoothly; 0: does not */
     int64_t form;

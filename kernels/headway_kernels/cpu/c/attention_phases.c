@@ -2,7 +2,7 @@
 
 /* The components that all keys of a token share, the first ones of both halves. */
 static void share_components(const decoder *of, const latent_weights *latent, const float *compressed, float *keys) {
-    const int64_t half = of->shape.true_head_dim / 2, inputs = latent->expand->inputs;
+    const int64_t half = of->shape.true_head_dim / 2, inputs = latent->expand->inputs; /* all layers are alike */
     const int64_t first = (latent->expand_query == NULL ? 0 : latent->expand_query->inputs) + inputs;
     const int64_t count = (latent->compress->outputs - first) / 2;
     for (int64_t head = 0; head < of->shape.num_kv_heads; head++, keys += of->shape.head_dim) {
@@ -11,12 +11,21 @@ static void share_components(const decoder *of, const latent_weights *latent, co
     }
 }
 
-static void normalise_queries_and_keys(const decoder_shape *shape, const float *norm, float *qkv, float *keys) {
-    const float *key_norm = norm + shape->num_heads * shape->true_head_dim;
-    int together = shape->norms_all_heads != 0;
-    normalise_heads(qkv, shape->num_heads, shape->head_dim, shape->true_head_dim, norm, shape->norm_eps, together);
-    normalise_heads(keys, shape->num_kv_heads, shape->head_dim, shape->true_head_dim, key_norm, shape->norm_eps,
-                    together);
+/* Queries; then keys, and values if they are, unless another layer has stored them. */
+static void normalise_qkv(const pass *now, float *qkv) {
+    const decoder_shape *shape = &now->of->shape;
+    const attention_shape *heads = now->attention;
+    const float *norm = now->layer->qk_norm;
+    const int64_t width = now->layer->heads.true_head_dim;
+    const int together = shape->norms_all_heads != 0;
+    normalise_heads(qkv, heads->num_heads, heads->head_dim, width, norm, shape->norm_eps, together);
+    if (now->layer->heads.is_reading) return;
+    float *keys = qkv + heads->num_heads * heads->head_dim;
+    norm += heads->num_heads * width;
+    normalise_heads(keys, heads->num_kv_heads, heads->head_dim, width, norm, shape->norm_eps, together);
+    if (shape->norms_values)
+        normalise_heads(keys + heads->num_kv_heads * heads->head_dim, heads->num_kv_heads, heads->head_dim, width,
+                        norm + heads->num_kv_heads * width, shape->norm_eps, 0);
 }
 
 /* Queries, keys and values of one token: bound them; normalise and rotate queries and keys, or the other way round;
@@ -24,28 +33,27 @@ static void normalise_queries_and_keys(const decoder_shape *shape, const float *
 static void place_token(const pass *now, const attention_tile *tile, int64_t which) {
     const decoder *of = now->of;
     const decoder_shape *shape = &of->shape;
-    int64_t position = tile->position + which, half = shape->true_head_dim / 2;
-    float *qkv = of->space.qkv + (tile->token + which) * of->strides.qkv;
-    float *keys = qkv + shape->num_heads * shape->head_dim;
     const layer_weights *layer = now->layer;
-    if (shape->qkv_clip > 0.0f)
-        clip_row(qkv, (shape->num_heads + 2 * shape->num_kv_heads) * shape->head_dim, shape->qkv_clip);
+    const attention_shape *heads = now->attention;
+    const int64_t position = tile->position + which, half = layer->heads.true_head_dim / 2, width = heads->head_dim;
+    const int64_t num_new = layer->heads.is_reading ? 0 : heads->num_kv_heads;
+    float *qkv = of->space.qkv + (tile->token + which) * of->strides.qkv;
+    float *keys = qkv + heads->num_heads * width;
+    if (shape->qkv_clip > 0.0f) clip_row(qkv, (heads->num_heads + 2 * num_new) * width, shape->qkv_clip);
     if (layer->latent != NULL)
         share_components(of, layer->latent, of->space.compressed + (tile->token + which) * of->strides.compressed,
                          keys);
-    if (layer->qk_norm != NULL && !shape->norms_rotated) normalise_queries_and_keys(shape, layer->qk_norm, qkv, keys);
-    for (int64_t head = 0; layer->cosines != NULL && head < shape->num_heads + shape->num_kv_heads; head++) {
-        rotate(qkv + head * shape->head_dim, layer->cosines + position * half, layer->sines + position * half, half);
+    if (layer->qk_norm != NULL && !shape->norms_rotated) normalise_qkv(now, qkv);
+    for (int64_t head = 0; layer->cosines != NULL && head < heads->num_heads + num_new; head++) {
+        rotate(qkv + head * width, layer->cosines + position * half, layer->sines + position * half, half);
     }
-    if (layer->qk_norm != NULL && shape->norms_rotated) normalise_queries_and_keys(shape, layer->qk_norm, qkv, keys);
-    for (int64_t i = 0; layer->query_factors != NULL && i < shape->num_heads * shape->head_dim; i++)
+    if (layer->qk_norm != NULL && shape->norms_rotated) normalise_qkv(now, qkv);
+    for (int64_t i = 0; layer->query_factors != NULL && i < heads->num_heads * width; i++)
         qkv[i] *= layer->query_factors[position];
     const int32_t *table = now->step->tables + tile->row * now->step->table_stride;
-    const float *values = keys + shape->num_kv_heads * shape->head_dim;
-    for (int64_t head = 0; head < shape->num_kv_heads; head++) {
-        store_key_value(&of->attention, now->layer_pool, table, position, head, keys + head * shape->head_dim,
-                        values + head * shape->head_dim);
-    }
+    const float *values = keys + num_new * width;
+    for (int64_t head = 0; head < num_new; head++)
+        store_key_value(heads, now->layer_pool, table, position, head, keys + head * width, values + head * width);
 }
 
 static void place_task(void *work, int64_t task) {
@@ -56,14 +64,14 @@ static void place_task(void *work, int64_t task) {
 
 /* The task with this number: tile after tile, key-value head after head. */
 static attention_task attention_task_at(const pass *now, int64_t number) {
-    int64_t parts = parts_per_head(&now->of->attention), per_tile = parts * now->of->shape.num_kv_heads;
+    int64_t parts = parts_per_head(now->attention), per_tile = parts * now->attention->num_kv_heads;
     const attention_tile *tile = &now->attending[number / per_tile];
     return (attention_task){now->step->tables + tile->row * now->step->table_stride, tile->position, tile->num_tokens,
                             number % per_tile / parts, number % parts};
 }
 
 static int64_t num_attention_tasks(const pass *now) {
-    return now->num_attending * now->of->shape.num_kv_heads * parts_per_head(&now->of->attention);
+    return now->num_attending * now->attention->num_kv_heads * parts_per_head(now->attention);
 }
 
 static void attend_task(void *work, int64_t number) {
@@ -75,15 +83,15 @@ static void attend_task(void *work, int64_t number) {
     const int fetches = task.num_tokens == 1 && number + now->num_members < num_attention_tasks(now);
     const attention_task next = fetches ? attention_task_at(now, number + now->num_members) : task;
     const float *queries = of->space.qkv + token * of->strides.qkv;
-    const int64_t qkv_heads = of->shape.num_heads + 2 * of->shape.num_kv_heads;
-    attend(&of->attention, now->layer_pool, &task, fetches ? &next : NULL, now->layer->window, now->layer->sinks,
-           queries, of->shape.has_gates ? queries + qkv_heads * of->shape.head_dim : NULL, of->strides.qkv,
-           of->rows.attended + token * of->strides.attended + of->shape.first_head * of->shape.head_dim,
+    const int64_t qkv_heads = now->attention->num_heads + 2 * now->attention->num_kv_heads;
+    attend(now->attention, now->layer_pool, &task, fetches ? &next : NULL, now->layer->window, now->layer->sinks,
+           queries, of->shape.has_gates ? queries + qkv_heads * now->attention->head_dim : NULL, of->strides.qkv,
+           of->rows.attended + token * of->strides.attended + of->shape.first_head * now->attention->head_dim,
            of->strides.attended);
 }
 
 void cut_into_tiles(decoder *of, const decoder_step *step) {
-    int64_t most = tokens_per_tile(&of->attention), count = 0, sampled = 0;
+    int64_t most = of->tokens_per_tile, count = 0, sampled = 0;
     for (int64_t row = 0; row < step->num_rows; row++) {
         int64_t start = step->row_starts[row], tokens = step->row_tokens[row], position = step->row_positions[row];
         for (int64_t done = 0; done < tokens; done += most) {

@@ -69,18 +69,20 @@ static void gather_task(void *work, int64_t task) {
         gather(now->step, of->rows.hidden + (owns_some ? shape->hidden_start : 0), of->strides.hidden,
                owns_some ? shape->hidden_columns : of->strides.hidden);
     else if (task == 1) /* the results of a state are all of one rank */
-        gather(now->step, of->rows.attended + (owns_heads ? shape->first_head * shape->head_dim : 0),
-               of->strides.attended, owns_heads ? shape->num_heads * shape->head_dim : of->strides.attended);
+        gather(now->step, of->rows.attended + (owns_heads ? shape->first_head * now->attention->head_dim : 0),
+               of->strides.attended, owns_heads ? shape->num_heads * now->attention->head_dim : of->strides.attended);
     else
         gather(now->step, of->space.normed, of->strides.hidden, of->strides.hidden);
 }
 
 /* ---- norms beside products ---- */
 
-/* Rows of a phase: normalised from the hidden state, added to it, activated, or logits that are scaled. */
+/* Rows of a phase: normalised from the hidden state, added to it, activated, or logits that are scaled. `factor`
+ * multiplies the hidden state behind an addition. */
 typedef struct {
     const pass *now;
     norm_weights norm;
+    float factor;
 } row_phase;
 
 static void normalise_task(void *work, int64_t row) {
@@ -92,7 +94,7 @@ static void normalise_task(void *work, int64_t row) {
 }
 
 static void normalise_hidden(member *self, const pass *now, norm_weights norm, int64_t num_rows) {
-    row_phase phase = {now, norm};
+    row_phase phase = {now, norm, 1.0f};
     team_phase(self, normalise_task, &phase, num_rows);
 }
 
@@ -108,6 +110,7 @@ static void add_task(void *work, int64_t row) {
     if (has_norm && shape->norms_sums)
         normalise_row((enum norm_kind)shape->norm_kind, phase->norm, shape->norm_eps, hidden, shape->hidden_size,
                       hidden);
+    if (phase->factor != 1.0f) scale_row(hidden + shape->hidden_start, shape->hidden_columns, phase->factor, 0.0f);
 }
 
 static void activate_task(void *work, int64_t row) {
@@ -159,16 +162,16 @@ static int adds_beside(const pass *now, norm_weights norm) {
 }
 
 /* Run a product whose result is added to the hidden state, behind a norm if there is one. */
-static void run_adding(member *self, pass *now, product of_layer, norm_weights norm, const linear *next) {
+static void run_adding(member *self, pass *now, product of_layer, norm_weights norm, float factor, const linear *next) {
     const decoder *of = now->of;
     const int64_t num_rows = of_layer.inputs.num_rows;
-    const int beside = adds_beside(now, norm);
+    const int beside = factor != 1.0f || adds_beside(now, norm);
     of_layer.epilogue = beside ? STORE : ADD;
     of_layer.out = (beside ? of->space.added : of->rows.hidden) + of->shape.hidden_start;
     of_layer.out_stride = of->strides.hidden;
     run_product(self, &of_layer, next);
     if (beside) {
-        row_phase phase = {now, norm};
+        row_phase phase = {now, norm, factor};
         team_phase(self, add_task, &phase, num_rows);
     }
     meet(self, now, MEET_HIDDEN, num_rows);
@@ -202,7 +205,7 @@ static void run_feed_forward(member *self, pass *now, int64_t num_tokens, const 
                               of->strides.activations, no_norm, ADD, NULL, 0);
     if (packs) down.inputs.tiles = of->rows.activations;
     down.adapters = adapters_of(now, SITE_DOWN);
-    run_adding(self, now, down, layer->mlp_post_norm, next);
+    run_adding(self, now, down, layer->mlp_post_norm, layer->factor, next);
 }
 
 /* Whether the feed-forward's input lies normalised in the workspace. */
@@ -226,7 +229,7 @@ static void run_output(member *self, pass *now, const linear *with, enum site si
     product output =
         product_of(&of->space.products, with, num_tokens, results, of->strides.attended, no_norm, ADD, NULL, 0);
     output.adapters = adapters_of(now, site);
-    run_adding(self, now, output, now->layer->attention_post_norm, next);
+    run_adding(self, now, output, now->layer->attention_post_norm, 1.0f, next);
 }
 
 /* Attention and feed-forward of the attending tokens of `now`. */
@@ -256,13 +259,13 @@ static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const
                              .hidden_start = of->shape.hidden_start,
                              .meet = meet_experts,
                              .context = now};
-    const int beside = normed || adds_beside(now, layer->mlp_post_norm);
+    const int beside = normed || layer->factor != 1.0f || adds_beside(now, layer->mlp_post_norm);
     if (beside) part.added = of->space.added;
     if (now->step->most_expert_rank > 0) part.adapters = adapters_of(now, SITE_ROUTER);
     run_experts(self, now->expert_space, layer->experts, layer - of->layers,
                 normed ? of->space.normed : of->rows.hidden, of->strides.hidden, num_tokens, norm, &part);
     if (beside) {
-        row_phase phase = {now, layer->mlp_post_norm};
+        row_phase phase = {now, layer->mlp_post_norm, layer->factor};
         team_phase(self, add_task, &phase, num_tokens);
     }
     meet(self, now, MEET_HIDDEN, num_tokens);
@@ -292,7 +295,7 @@ static void run_latent(member *self, const pass *now, const latent_weights *late
     run_product(self, &query, latent->expand);
     product expand = product_of(&space->products, latent->expand, num_tokens, compressed, of->strides.compressed,
                                 (rms_norm){latent->norm, latent->norm_eps}, STORE,
-                                space->qkv + of->shape.num_heads * of->shape.head_dim, of->strides.qkv);
+                                space->qkv + of->shape.num_heads * now->attention->head_dim, of->strides.qkv);
     expand.adapters = adapters_of(now, SITE_EXPAND);
     run_product(self, &expand, now->layer->output);
 }
@@ -349,6 +352,12 @@ static const linear *first_of(const layer_weights *layer) {
     return attends(layer) ? layer->qkv : layer->recurrence != NULL ? layer->state_inputs : layer->gate_up;
 }
 
+static void *layer_pool_of(const pass *now) {
+    const layer_heads *heads = &now->layer->heads;
+    return (char *)now->step->pool +
+           (heads->kv_layer * now->step->layer_stride + heads->kv_first) * bytes_of_number(now->attention);
+}
+
 static void run_step(void *work, member *self) {
     pass now = *(const pass *)work;
     const decoder *of = now.of;
@@ -359,32 +368,36 @@ static void run_step(void *work, member *self) {
     now.num_members = team_size(self->of);
     now.attending = of->space.attention_tiles;
     now.num_attending = of->space.num_attention_tiles;
-    now.layer_pool = now.step->pool;
     for (int64_t i = 0; i <= last; i++) {
         now.layer = &of->layers[i];
+        now.attention = &of->attentions[i];
+        now.layer_pool = layer_pool_of(&now);
         if (i == last && of->head != NULL) {
             run_last_layer(self, &now);
         } else {
             if (mixes(now.layer)) run_attention(self, &now);
             run_rest_of_layer(self, &now, now.step->num_tokens, i == last ? NULL : first_of(&of->layers[i + 1]));
         }
-        if (attends(now.layer))
-            now.layer_pool = (char *)now.layer_pool + now.step->layer_stride * bytes_of_number(&of->attention);
     }
 }
 
 /* ---- memory, and a step's start ---- */
 
 /* What a layer needs beyond a plain decoder's working memory. */
-static void need(decoder *of, const layer_weights *layer) {
+static void need(decoder *of, const layer_weights *layer, const attention_shape *attention) {
     const decoder_shape *shape = &of->shape;
+    if (attends(layer)) {
+        of->strides.qkv = larger_of(of->strides.qkv, round_up(qkv_columns(shape, attention), PANEL));
+        of->strides.attended = larger_of(of->strides.attended, round_up(shape->all_heads * attention->head_dim, PANEL));
+        if (tokens_per_tile(attention) < of->tokens_per_tile) of->tokens_per_tile = tokens_per_tile(attention);
+    }
     of->strides.needs_normed |= shape->is_parallel || shape->norm_kind != NORM_RMS;
-    of->strides.needs_added |= shape->residual_factor != 1.0f || layer->attention_post_norm.weight != NULL ||
-                               layer->mlp_post_norm.weight != NULL ||
+    of->strides.needs_added |= shape->residual_factor != 1.0f || layer->factor != 1.0f ||
+                               layer->attention_post_norm.weight != NULL || layer->mlp_post_norm.weight != NULL ||
                                (layer->experts != NULL && reads_normed(shape, layer));
     if (layer->recurrence != NULL) {
-        const int64_t before = attends(layer) ? qkv_columns(shape) : 0;
-        const int64_t heads = attends(layer) ? shape->all_heads * shape->head_dim : 0;
+        const int64_t before = attends(layer) ? qkv_columns(shape, attention) : 0;
+        const int64_t heads = attends(layer) ? shape->all_heads * attention->head_dim : 0;
         of->strides.qkv = larger_of(of->strides.qkv, before + round_up(layer->state_inputs->outputs, PANEL));
         of->strides.attended = larger_of(of->strides.attended, round_up(heads + inner_of(layer->recurrence), PANEL));
     }
@@ -400,23 +413,28 @@ decoder *headway_decoder_new(const decoder_shape *shape, const layer_weights *la
     decoder *made = calloc(1, sizeof *made);
     if (made == NULL) return NULL;
     made->shape = *shape;
-    made->attention = attention_shape_of(shape);
+    const attention_shape usual = attention_shape_of(shape);
+    made->tokens_per_tile = tokens_per_tile(&usual);
     made->head = head;
     made->strides = (row_strides){
         .hidden = round_up(shape->hidden_size, PANEL),
-        .qkv = round_up(qkv_columns(shape), PANEL),
-        .attended = round_up(shape->all_heads * shape->head_dim, PANEL),
         .activations = round_up(shape->intermediate_size, PANEL),
         .packed_activations = shape->intermediate_size,
     };
     made->layers = malloc((size_t)shape->num_layers * sizeof *made->layers);
-    if (made->layers == NULL) {
-        free(made);
+    made->attentions = malloc((size_t)shape->num_layers * sizeof *made->attentions);
+    if (made->layers == NULL || made->attentions == NULL) {
+        headway_decoder_free(made);
         return NULL;
     }
     memcpy(made->layers, layers, (size_t)shape->num_layers * sizeof *made->layers);
     made->experts.layers = shape->num_layers;
-    for (int64_t i = 0; i < shape->num_layers; i++) need(made, &layers[i]);
+    for (int64_t i = 0; i < shape->num_layers; i++) {
+        made->attentions[i] = usual;
+        made->attentions[i].num_kv_heads = layers[i].heads.num_kv_heads;
+        made->attentions[i].head_dim = layers[i].heads.head_dim;
+        need(made, &layers[i], &made->attentions[i]);
+    }
     made->strides.widest_input = larger_of(larger_of(shape->hidden_size, made->strides.attended),
                                            larger_of(shape->intermediate_size, made->strides.compressed));
     return made;
@@ -427,6 +445,7 @@ void headway_decoder_free(decoder *the_decoder) {
     free_space(&the_decoder->space);
     free_expert_space(&the_decoder->expert_space);
     free(the_decoder->layers);
+    free(the_decoder->attentions);
     free(the_decoder);
 }
 

@@ -33,7 +33,8 @@ typedef struct {
     int64_t head_dim;      /* padded to a multiple of headway_lanes() */
     int64_t true_head_dim; /* as in the checkpoint */
     int64_t block_size;
-    int64_t all_heads; /* of all ranks */
+    int64_t block_stride; /* numbers from a block of a layer to its next one */
+    int64_t all_heads;    /* of all ranks */
     int64_t first_head;
     int64_t hidden_start;
     int64_t hidden_columns;
@@ -43,6 +44,7 @@ typedef struct {
     int64_t is_parallel;     /* attention and feed-forward read the same hidden state */
     int64_t norms_all_heads; /* `qk_norm` is over all heads of queries, and of keys; else of each head */
     int64_t norms_rotated;   /* `qk_norm` is behind the rotation */
+    int64_t norms_values;    /* `qk_norm` has rows for the heads of values, too, last */
     int64_t has_gates;       /* `qkv` gives as many gates as queries, last */
     int64_t norms_sums;      /* norms behind attention and feed-forward are of the hidden state after the addition */
     float norm_eps;
@@ -67,6 +69,7 @@ static inline attention_shape attention_shape_of(const decoder_shape *shape) {
         .num_kv_heads = shape->num_kv_heads,
         .head_dim = shape->head_dim,
         .block_size = shape->block_size,
+        .block_stride = shape->block_stride,
         .scale = shape->score_scale,
         .softcap = shape->score_softcap,
         .form = shape->kv_form,
@@ -90,12 +93,25 @@ typedef struct {
     float norm_eps;
 } latent_weights;
 
+/* The heads of keys and values of one layer, as `decoder_shape` has them of most, and where these are: in the pool's
+ * layer `kv_layer`, from number `kv_first` of each block on. One that `is_reading` has queries alone: a layer before it
+ * has stored what it reads. */
+typedef struct {
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t true_head_dim;
+    int64_t kv_layer;
+    int64_t kv_first;
+    int64_t is_reading;
+} layer_heads;
+
 /* One layer. Norms [hidden] or none; those behind attention and feed-forward need all columns of a rank that is alone.
  * `qk_norm` [heads + kv_heads, true_head_dim] or NULL. `cosines` and `sines` [context, true_head_dim / 2], or NULL: no
  * rotation. `qkv` and `output` are of attention, those of a state of its `recurrence`: a layer may have either, both or
  * none. One without `gate_up` and `experts` has no feed-forward. `query_factors` [context], or NULL: all 1. `window`:
  * how many positions a token sees; 0: all. `gate_up` is packed with `gated` if it is gated by SILU; else it gives
- * gates, then ups, or ups alone. */
+ * gates, then ups, or ups alone. `heads` are those of its attention, if it has any. `factor` multiplies the hidden
+ * state behind it. */
 typedef struct {
     linear *qkv;
     linear *output;
@@ -119,6 +135,8 @@ typedef struct {
     const expert_layer *experts;  /* or NULL; with them, there is no `gate_up` and no `down` */
     const latent_weights *latent; /* or NULL; with them, there is no `qkv` */
     const recurrence *recurrence; /* or NULL */
+    layer_heads heads;
+    float factor;
 } layer_weights;
 
 /* What a rank of several shares with the others of its stage, in memory of the caller: rows headway_row_floats() apart.
@@ -152,7 +170,7 @@ typedef struct {
     int64_t table_stride;
     const int64_t *sampled;
     float *logits;
-    void *pool; /* [layers with keys and values, num_blocks, headway_block_floats], of numbers as `kv_form` says */
+    void *pool; /* [layers, num_blocks, block_stride], of numbers as `kv_form` says */
     int64_t layer_stride;
     const shared_rows *shared;
     const low_rank *const *adapters; /* by token: its adapter's additions, or NULL; NULL if no token has any */

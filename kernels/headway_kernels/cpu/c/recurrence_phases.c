@@ -4,12 +4,11 @@
 
 /* Beside attention, the columns of a state follow those of its heads. */
 float *inputs_of_state(const pass *now) {
-    return now->of->space.qkv + (attends(now->layer) ? qkv_columns(&now->of->shape) : 0);
+    return now->of->space.qkv + (attends(now->layer) ? qkv_columns(&now->of->shape, now->attention) : 0);
 }
 
 float *results_of_state(const pass *now) {
-    const decoder_shape *shape = &now->of->shape;
-    return now->of->rows.attended + (attends(now->layer) ? shape->all_heads * shape->head_dim : 0);
+    return now->of->rows.attended + (attends(now->layer) ? now->of->shape.all_heads * now->attention->head_dim : 0);
 }
 
 static token_run tokens_of(const pass *now, int64_t row) {

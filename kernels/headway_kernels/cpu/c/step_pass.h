@@ -18,7 +18,8 @@ typedef struct {
 
 typedef struct decoder {
     decoder_shape shape;
-    attention_shape attention;
+    attention_shape *attentions; /* of each layer */
+    int64_t tokens_per_tile;
     layer_weights *layers;
     linear *head;
     row_strides strides; /* without `gate_up`, products activate */
@@ -32,6 +33,7 @@ typedef struct {
     const decoder *of;
     const decoder_step *step;
     const layer_weights *layer; /* each member has a copy of this struct: layers advance member by member */
+    const attention_shape *attention;
     void *layer_pool;
     /* The tokens whose attention is wanted: all, or in the last layer the sampled ones. */
     const attention_tile *attending;
@@ -48,8 +50,8 @@ static inline int attends(const layer_weights *layer) { return layer->output != 
 static inline int mixes(const layer_weights *layer) { return attends(layer) || layer->recurrence != NULL; }
 
 /* Of queries, keys, values and gates. */
-static inline int64_t qkv_columns(const decoder_shape *shape) {
-    return (shape->num_heads * (shape->has_gates ? 2 : 1) + 2 * shape->num_kv_heads) * shape->head_dim;
+static inline int64_t qkv_columns(const decoder_shape *shape, const attention_shape *heads) {
+    return (heads->num_heads * (shape->has_gates ? 2 : 1) + 2 * heads->num_kv_heads) * heads->head_dim;
 }
 
 #endif

@@ -34,7 +34,7 @@ from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
 from headway_executor.models.forward import ForwardPass, Int64Array, StepRows, step_rows
-from headway_executor.models.kv_vectors import block_bytes_of
+from headway_executor.models.kv_layout import block_bytes_of
 from headway_executor.models.model_settings import (
     ModelSettings,
     device_of,

@@ -15,14 +15,22 @@ import torch
 from headway_executor.backend import BackendConfig, BackendConfigError
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.memory.host_pool import num_host_blocks
-from headway_executor.memory.kv_pool import CODES, KvPool, StoredBlock, free_bytes, num_pool_blocks, stored_block
+from headway_executor.memory.kv_pool import CODES, KvPool, free_bytes, num_pool_blocks
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters, on_device
-from headway_executor.models.compiled import CompiledModel, kernels_lack, library_for, load_compiled, part_for
+from headway_executor.models.compiled import (
+    CompiledModel,
+    compiled_layout,
+    kernels_lack,
+    library_for,
+    load_compiled,
+    part_for,
+)
 from headway_executor.models.compiled_adapters import adapters_for
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.forward import ForwardPass
+from headway_executor.models.kv_layout import KvLayout, vectors_layout
 from headway_executor.models.loading import as_stored, check_tensors
 from headway_executor.models.model_settings import ModelSettings, require_head, require_head_of_draft
 from headway_executor.models.part import ModelPart, part_of
@@ -130,20 +138,20 @@ def load(
     if library is None:
         _warn_of_widening(config, checkpoint, dtype)
         torch.set_num_threads(num_threads)
-        order = interleaved(model_config.head_dim, model_config.attention)
-        beside = StepAdapters(ModelAdapters(model_config, order, part, place=partial(on_device, device=device)))
+        layout = vectors_layout(model_config, part, config.block_size, dtype, config.kv_cache_dtype)
+        beside = StepAdapters(ModelAdapters(model_config, interleaved, part, place=partial(on_device, device=device)))
         decoder, embedding = load_eager(
             model_config,
             checkpoint,
             max_model_len=max_model_len,
             dtype=dtype,
             device=device,
+            places=layout.places,
             stage=stage,
             adapters=beside,
         )
-        shape = (2 * len(part.kv_heads), config.block_size, model_config.head_dim)
         states = places.states()
-        pool = places.pool(stored_block(config.kv_cache_dtype, shape, dtype), states)
+        pool = places.pool(layout, states)
         return EagerModel(model_config, decoder, embedding, pool, dtype, stage, beside, states)
     # Torch's threads spin for a while after each operator; this would disturb the threads of the kernels.
     torch.set_num_threads(1)
@@ -163,7 +171,7 @@ def load(
     narrow = dtype if config.quantization == "none" else torch.bfloat16
     adapters = adapters_for(library, model_config, part, narrow)
     states = places.states()
-    pool = places.pool(StoredBlock((compiled.block_floats,), dtype), states)
+    pool = places.pool(compiled_layout(model_config, part, library, config.block_size, dtype), states)
     return CompiledModel(compiled, pool, stage, adapters, states)
 
 
@@ -298,12 +306,10 @@ class _Places:
             )
         return RowStates(layers, num_rows, self.device)
 
-    def pool(self, block: StoredBlock, states: RowStates | None) -> KvPool:
+    def pool(self, layout: KvLayout, states: RowStates | None) -> KvPool:
         """Make it; all ranks have as many blocks. A model with ``states`` has no blocks outside: they would not suffice."""
         config, place = self.config, self.config.place
-        # A stage may have no layer with keys and values, and has blocks like the others.
-        num_layers = max(1, self.settings.model_config.num_cached(self.part.layers))
-        block_bytes = num_layers * block.num_bytes
+        block_bytes = layout.block_bytes
         num_blocks = num_pool_blocks(
             config,
             max_model_len=self.settings.max_model_len,
@@ -321,10 +327,10 @@ class _Places:
         if self.group is not None:
             num_blocks, num_beside = self.group.least([num_blocks, num_beside])
         return KvPool(
-            num_layers=num_layers,
+            num_layers=layout.num_layers,
             num_blocks=num_blocks,
             block_size=config.block_size,
-            block=block,
+            block=layout.block,
             device=self.device,
             num_host_blocks=num_beside,
             host_memory=config.host_memory,

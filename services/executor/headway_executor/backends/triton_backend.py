@@ -204,7 +204,7 @@ def _open_draft(config: BackendConfig, draft: ModelSettings | None) -> AbstractC
 
 
 def _adapters(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> ModelAdapters:
-    order = halves(model_config.head_dim, model_config.attention)
+    order = halves
     adapters = ModelAdapters(
         model_config, order, whole(model_config), place=lambda weights: with_table(on_device(weights, device))
     )

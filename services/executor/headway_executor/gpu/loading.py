@@ -50,7 +50,7 @@ def load_decoder(
 
     ``adapters`` are of the steps that will run; None: there can be none.
     """
-    device, order = tunings.device, halves(config.head_dim, config.attention)
+    device, order = tunings.device, halves
     weights = DeviceWeights(
         checkpoint,
         lambda source: ModelTensors(config, source, order, device),

@@ -24,7 +24,7 @@ from headway_executor.models.adapter_files import AdapterFiles, LowRankPart, rea
 from headway_executor.models.adapter_stacks import by_matrix
 from headway_executor.models.config import ExpertsConfig, ModelConfig, RecurrenceConfig
 from headway_executor.models.latent_tensors import KEY_VALUE, KEY_VALUE_IN, QUERY, QUERY_IN, WHOLE_QUERY, LatentTensors
-from headway_executor.models.loading import ModelTensors
+from headway_executor.models.loading import ChannelOrder, ModelTensors, qkv_names
 from headway_executor.models.part import ModelPart
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.wording import shown
@@ -88,7 +88,7 @@ class ModelAdapters:
     def __init__(
         self,
         config: ModelConfig,
-        channel_order: Tensor,
+        channel_order: ChannelOrder,
         part: ModelPart,
         *,
         prepare: Callable[[AdapterWeights], Prepared] = lambda weights: weights,
@@ -151,7 +151,7 @@ class ModelAdapters:
         return found if any(adapter is not None for adapter in found) else None
 
 
-def fused(config: ModelConfig, channel_order: Tensor, part: ModelPart, files: AdapterFiles) -> AdapterWeights:
+def fused(config: ModelConfig, channel_order: ChannelOrder, part: ModelPart, files: AdapterFiles) -> AdapterWeights:
     """Bring a part's adapter into the form of the fused projections, on the CPU."""
     fusing = _Fusing(by_matrix(config), channel_order, part, files)
     return AdapterWeights(
@@ -180,7 +180,7 @@ def _as_it_is(down: Tensor) -> Tensor:
 class _Fusing:
     """Of one adapter; ``config`` has a tensor for each matrix, and no biases."""
 
-    def __init__(self, config: ModelConfig, channel_order: Tensor, part: ModelPart, files: AdapterFiles) -> None:
+    def __init__(self, config: ModelConfig, channel_order: ChannelOrder, part: ModelPart, files: AdapterFiles) -> None:
         self._config = config
         self._channel_order = channel_order
         self._part = part
@@ -203,9 +203,11 @@ class _Fusing:
     def _attention(self, index: int) -> dict[AdapterSite, LowRank | None]:
         names, has_qkv = self._config.names, self._config.attention.latent is None
         return {
-            AdapterSite.QKV: self._low_rank(index, names.qkv if has_qkv else (), lambda tensors: tensors.qkv(index)[0]),
+            AdapterSite.QKV: self._low_rank(
+                index, qkv_names(self._config, index) if has_qkv else (), lambda tensors: tensors.qkv(index)[0]
+            ),
             AdapterSite.OUTPUT: self._low_rank(
-                index, (names.output,), lambda tensors: tensors.output(index)[0], self._attended
+                index, (names.output,), lambda tensors: tensors.output(index)[0], partial(self._attended, index)
             ),
         }
 
@@ -286,9 +288,9 @@ class _Fusing:
 
         return self._low_rank(index, [prefix + module for module in modules], up, own)
 
-    def _attended(self, down: Tensor) -> Tensor:
+    def _attended(self, index: int, down: Tensor) -> Tensor:
         """Of the projection behind attention; heads of latent attention are as wide there as keys."""
-        latent, own = self._config.attention.latent, self._part.attended(self._config.head_dim)
+        latent, own = self._config.attention.latent, self._part.attended(self._config.attention_of(index).head_dim)
         if latent is not None:
             by_head = down.view(len(down), -1, latent.value_dim)
             down = functional.pad(by_head, (0, latent.key_dim - latent.value_dim)).flatten(1)

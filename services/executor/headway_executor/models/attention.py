@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.alibi import ScoreBiases
+from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.kv_vectors import KvVectors, LayerVectors
 from headway_proto.columns import Int32Array
 
@@ -98,7 +99,6 @@ class AttentionPlan:
 
     def __init__(
         self,
-        shape: AttentionShape,
         pool: KvPool,
         rows: OrderedRows,
         slots: _Int64Array,
@@ -106,41 +106,57 @@ class AttentionPlan:
         dtype: torch.dtype,
         biases: ScoreBiases | None = None,
     ) -> None:
-        self._shape = shape
         self._biases = biases
-        self._vectors = KvVectors(pool, shape.num_kv_heads, dtype)
+        self._pool = pool
+        self._dtype = dtype
         self._rows = rows
-        keys = self._vectors.keys(slots)
-        self._written = torch.from_numpy(np.concatenate([keys, keys + self._vectors.value_offset]).T.reshape(-1))
+        self._slots = slots
         self._positions = positions
-        self._groups: dict[int | None, list[tuple[slice, Group]]] = {}
+        self._places: dict[AttentionShape, tuple[KvVectors, Tensor]] = {}
+        self._groups: dict[tuple[AttentionShape, int | None, bool], list[tuple[slice, Group]]] = {}
 
     def attend(
         self,
-        index: int,
+        shape: AttentionShape,
+        place: KvPlace,
         window: int | None,
         qkv: Tensor,
         sinks: Tensor | None = None,
         growth: Tensor | None = None,
+        *,
+        is_reading: bool = False,
     ) -> Tensor:
-        """Store new keys and values, and attend; return ``[tokens, heads * head_dim]``.
+        """Store new keys and values at ``place``, and attend; return ``[tokens, heads * head_dim]``.
 
-        ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head_dim]``. A query sees ``window`` positions, its own included;
+        ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head_dim]``; with ``is_reading``, queries alone, and the keys and values are
+        there. A query sees ``window`` positions, its own included;
         None: all. ``sinks`` ``[heads]``: in each head's softmax a score without a value. ``growth`` ``[context]`` multiplies
         queries by their positions, in place.
         """
-        shape = self._shape
         if growth is not None:
             qkv[:, : shape.query_width].mul_(growth[self._positions, None])
-        vectors = self._vectors.of_layer(index)
-        self._written = self._written.to(qkv.device)
-        vectors.store(self._written, qkv[:, shape.query_width :].reshape(-1, shape.head_dim))
-        groups = self._groups.get(window)
+        all_vectors, written = self._placed(shape, qkv.device)
+        vectors = all_vectors.at(place)
+        if not is_reading:
+            vectors.store(written, qkv[:, shape.query_width :].reshape(-1, shape.head_dim))
+        groups = self._groups.get((shape, window, is_reading))
         if groups is None:
-            groups = self._groups[window] = _group(shape, self._vectors, self._rows, window, self._biases, qkv)
+            reads_all = is_reading or all_vectors.is_coded
+            groups = _group(shape, all_vectors, self._rows, window, self._biases, qkv, reads_all=reads_all)
+            self._groups[shape, window, is_reading] = groups
         if len(groups) == 1:
             return groups[0][1].attend(qkv, vectors, sinks)
         return torch.cat([group.attend(qkv[tokens], vectors, sinks) for tokens, group in groups])
+
+    def _placed(self, shape: AttentionShape, device: torch.device) -> tuple[KvVectors, Tensor]:
+        """The vectors of layers of this shape, and where new ones go."""
+        found = self._places.get(shape)
+        if found is None:
+            vectors = KvVectors(self._pool, shape.num_kv_heads, shape.head_dim, self._dtype)
+            keys = vectors.keys(self._slots)
+            written = torch.from_numpy(np.concatenate([keys, keys + vectors.value_offset]).T.reshape(-1))
+            found = self._places[shape] = vectors, written.to(device)
+        return found
 
 
 def _group(
@@ -150,7 +166,10 @@ def _group(
     window: int | None,
     biases: ScoreBiases | None,
     like: Tensor,
+    *,
+    reads_all: bool,
 ) -> list[tuple[slice, Group]]:
+    """With ``reads_all``, new keys and values are read like old ones."""
     groups: list[tuple[slice, Group]] = []
     seen_from = np.zeros_like(rows.kv_length) if window is None else np.maximum(0, rows.kv_length - window)
     for low, high in _similar(rows.kv_length[: rows.num_decodes] - seen_from[: rows.num_decodes]):
@@ -161,7 +180,7 @@ def _group(
     while low < len(rows.num_new):
         high = low + 1
         new, past = int(rows.num_new[low]), int(rows.kv_length[low] - rows.num_new[low])
-        if past == 0 and not vectors.is_coded:
+        if past == 0 and not reads_all:
             while high < len(rows.num_new) and rows.num_new[high] == new == rows.kv_length[high]:
                 high += 1
             group: Group = _NewChunks(shape, high - low, new, window, biases, like)

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -18,25 +19,34 @@ from torch.nn import functional
 
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.memory.host_memory import copy_of_table
-from headway_executor.memory.kv_pool import KvPool
+from headway_executor.memory.kv_pool import KvPool, StoredBlock
 from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.alibi import score_biases
 from headway_executor.models.coded_tensors import CodedTensors, Projection
-from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RecurrenceConfig, RopeConfig
+from headway_executor.models.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    ModelConfig,
+    RecurrenceConfig,
+    Rotary,
+)
 from headway_executor.models.features import Feature, lacking
 from headway_executor.models.forward import StepRows
+from headway_executor.models.kv_layout import KvLayout, KvPlace, kv_layout
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
 from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource, layers_as_stored
 from headway_executor.models.part import ModelPart, part_of
 from headway_executor.models.recurrence import RowStates
-from headway_executor.models.rope import halves, query_factors, rotations
+from headway_executor.models.rope import halves, query_factors, table_of
 from headway_executor.models.stage import Stage
 from headway_executor.rank_place import ALONE, RankPlace
 from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_8_bits
 from headway_kernels.cpu.decoder import (
     Decoder,
     DecoderShape,
+    LayerHeads,
     LayerWeights,
     NormKind,
     NormWeights,
@@ -44,6 +54,7 @@ from headway_kernels.cpu.decoder import (
     Rotations,
     StageMates,
     WideRows,
+    block_floats,
 )
 from headway_kernels.cpu.experts import PackedExperts, packed_expert
 from headway_kernels.cpu.feed_forward import Activation, DenseFeedForward, activates_in_product
@@ -91,12 +102,13 @@ def library_for(device: torch.device, dtype: torch.dtype) -> CpuLibrary | None:
 
 def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> str:
     """What of this model the kernels do not have, in words; empty if nothing."""
-    if config.head_dim > library.max_head_dim:
-        return f"heads of {config.head_dim} channels"
+    widest = max(attention.head_dim for attention in config.attentions)
+    if widest > library.max_head_dim:
+        return f"heads of {widest} channels"
     if any(recurrence.taps > MOST_TAPS for recurrence in config.recurrences(range(config.num_layers))):
         return f"convolutions of more than {MOST_TAPS} tokens"
     every = frozenset(Feature) - {Feature.HEAD_LAYER_NORM, Feature.LATENT_EXPERTS}
-    return lacking(config, every if place.tensor_parallel == 1 else every - {Feature.POST_NORM})
+    return lacking(config, every if place.tensor_parallel == 1 else every - {Feature.POST_NORM, Feature.UNEVEN_LAYERS})
 
 
 def part_for(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> ModelPart:
@@ -183,11 +195,13 @@ def load_compiled(
     part = part_for(library, config, ALONE) if stage is None else stage.part
 
     def tensors_of(source: TensorSource) -> ModelTensors:
-        return ModelTensors(config, source, halves(config.head_dim, config.attention), part=part)
+        return ModelTensors(config, source, halves, part=part)
 
     tensors = tensors_of(checkpoint)
     coded = CodedTensors(checkpoint, tensors_of)
-    loader = _Loader(config, part, tensors, coded, library, quantization, activations, dtype, max_model_len)
+    layout = compiled_layout(config, part, library, block_size, dtype)
+    places = dict(zip(part.layers, layout.places, strict=True))
+    loader = _Loader(config, part, tensors, coded, library, quantization, activations, dtype, max_model_len, places)
     with ThreadPoolExecutor(num_threads) as threads:  # the library and torch let other threads run meanwhile
         embedding = threads.submit(loader.embedding) if part.place.is_first_stage else None
         head = threads.submit(loader.head) if part.place.is_last_stage and config.has_head else None
@@ -203,6 +217,7 @@ def load_compiled(
         num_kv_heads=len(part.kv_heads),
         head_dim=config.head_dim,
         block_size=block_size,
+        block_stride=layout.block.shape[0],
         norm_eps=config.norm.eps,
         score_scale=attention.scale,
         embedding=None if embedding is None else embedding.result(),
@@ -215,6 +230,7 @@ def load_compiled(
         biases_distances=biases is not None and biases.is_by_distance,
         norms_all_heads=attention.qk_norm == "all",
         norms_rotated=attention.norms_rotated,
+        norms_values=attention.norms_values,
         has_gates=attention.gates != "none",
         score_softcap=attention.softcap or 0.0,
         qkv_clip=attention.clip or 0.0,
@@ -241,6 +257,18 @@ def load_compiled(
     )
 
 
+def compiled_layout(
+    config: ModelConfig, part: ModelPart, library: CpuLibrary, block_size: int, dtype: torch.dtype
+) -> KvLayout:
+    """Where keys and values are in the kernels' own form."""
+
+    def block_of(attention: AttentionConfig) -> StoredBlock:
+        num_kv_heads = len(part.kv_heads_of(attention.num_kv_heads))
+        return StoredBlock((block_floats(library, num_kv_heads, attention.head_dim, block_size),), dtype)
+
+    return kv_layout(config, part.layers, block_of)
+
+
 def _mates_of(stage: Stage | None, config: ModelConfig, library: CpuLibrary) -> StageMates | None:
     if stage is None or stage.group is None:
         return None
@@ -265,7 +293,9 @@ class _Loader:
         activations: str,
         dtype: torch.dtype,
         max_model_len: int,
+        places: Mapping[int, KvPlace | None],
     ) -> None:
+        self._places = places
         self._config = config
         self._part = part
         self._tensors = tensors
@@ -274,9 +304,8 @@ class _Loader:
         self._quantization = quantization
         self._activations = activations
         self._dtype = dtype
-        self._rotations = {rope: _table(config, rope, max_model_len) for rope in config.ropes}
+        self._rotations = {rotary: _table(rotary, max_model_len) for rotary in config.rotaries}
         self._growth = functools.cache(lambda growth: query_factors(growth, max_model_len))  # one for layers alike
-        self._padding = library.padded_head_dim(config.head_dim) - config.head_dim
 
     def embedding(self) -> Tensor:
         return copy_of_table(self._tensors.embedding(torch.float32), torch.float32)
@@ -290,7 +319,8 @@ class _Loader:
 
     def layer(self, index: int) -> LayerWeights:
         tensors, layer = self._tensors, self._config.layers[index]
-        qk_norm, sinks = tensors.qk_norm(index), tensors.sinks(index)
+        qk_norm, sinks, factor = tensors.qk_norm(index), tensors.sinks(index), tensors.layer_factor(index)
+        rotary = self._config.rotary(index)
         qkv, output = self._attention(index) if layer.attends else (None, None)
         norms = [None if norm is None else _norm(norm) for norm in tensors.norms_of_layer(index)]
         attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = norms
@@ -304,17 +334,26 @@ class _Loader:
             mlp_norm=mlp_norm,
             mlp_post_norm=mlp_post_norm,
             qk_norm=None if qk_norm is None else _float32(qk_norm),
-            rotations=None if layer.rope is None else self._rotations[layer.rope],
+            rotations=None if rotary is None else self._rotations[rotary],
             query_factors=None if layer.query_growth is None else self._growth(layer.query_growth),
             window=layer.window,
             sinks=None if sinks is None else _float32(sinks),
+            heads=self._kv_heads(index),
+            factor=1.0 if factor is None else float(factor),
         )
+
+    def _kv_heads(self, index: int) -> LayerHeads | None:
+        place, attention = self._places[index], self._config.attention_of(index)
+        if place is None:
+            return None
+        count = len(self._part.kv_heads_of(attention.num_kv_heads))
+        return LayerHeads(count, attention.head_dim, *place, self._config.layers[index].keys_of is not None)
 
     def _attention(self, index: int) -> tuple[PackedLinear | PackedLatent, PackedLinear]:
         latent = self._tensors.latent(index)
         if latent is not None:
-            return self._latent(latent), self._output(latent.output(), None)
-        return self._qkv(index), self._output(*self._read(lambda read: read.output(index)))
+            return self._latent(index, latent), self._output(index, latent.output(), None)
+        return self._qkv(index), self._output(index, *self._read(lambda read: read.output(index)))
 
     def _state(self, index: int, config: RecurrenceConfig) -> PackedRecurrence:
         tensors = self._tensors.recurrence(index)
@@ -332,24 +371,24 @@ class _Loader:
 
     def _qkv(self, index: int) -> PackedLinear:
         weight, bias = self._coded.read(lambda read: read.qkv(index)) or _stacked(*self._tensors.qkv_parts(index))
-        return self._heads(weight, bias)
+        return self._heads(index, weight, bias)
 
-    def _latent(self, latent: LatentTensors) -> PackedLatent:
+    def _latent(self, index: int, latent: LatentTensors) -> PackedLatent:
         query, query_in, query_expansion = latent.query(), latent.query_in(), latent.query_expansion()
         compress = latent.key_value_in()
         queries: PackedLinear | PackedExpansion
         if query is not None:
-            queries = self._heads(query)
+            queries = self._heads(index, query)
         else:
             assert query_in is not None
             assert query_expansion is not None
-            queries = self._expansion(query_expansion)
+            queries = self._expansion(index, query_expansion)
             compress = torch.cat([query_in, compress])
-        expand = self._expansion(latent.key_value_expansion())
+        expand = self._expansion(index, latent.key_value_expansion())
         return PackedLatent(queries, self._linear(compress, None), expand, LATENT_EPS)
 
-    def _expansion(self, expansion: Expansion) -> PackedExpansion:
-        return PackedExpansion(_float32(expansion.norm), self._heads(expansion.weight))
+    def _expansion(self, index: int, expansion: Expansion) -> PackedExpansion:
+        return PackedExpansion(_float32(expansion.norm), self._heads(index, expansion.weight))
 
     def _feed_forward(self, index: int, feed: FeedForwardConfig) -> DenseFeedForward | PackedExperts:
         activation = ACTIVATIONS[feed.activation]
@@ -405,17 +444,15 @@ class _Loader:
     def projection(self, read: Projection, *, gated: bool = False) -> PackedLinear:
         return self._linear(*self._read(read), gated=gated)
 
-    def _heads(self, weight: _Weight, bias: Tensor | None = None) -> PackedLinear:
-        if isinstance(weight, Tensor):
-            padded: _Weight = self._padded(weight)
-        else:
-            padded = weight.with_rows(self._padded)
-        return self._linear(padded, None if bias is None else self._padded(bias))
+    def _heads(self, index: int, weight: _Weight, bias: Tensor | None = None) -> PackedLinear:
+        pad = partial(self._padded, index)
+        padded: _Weight = pad(weight) if isinstance(weight, Tensor) else weight.with_rows(pad)
+        return self._linear(padded, None if bias is None else pad(bias))
 
-    def _output(self, weight: Tensor | CodedWeight, bias: Tensor | None) -> PackedLinear:
-        if self._padding:  # Groups of inputs cannot be padded.
+    def _output(self, index: int, weight: Tensor | CodedWeight, bias: Tensor | None) -> PackedLinear:
+        if self._padding(index):  # Groups of inputs cannot be padded.
             wide = weight.float() if isinstance(weight, CodedWeight) else weight
-            weight = self._padded(wide.t()).t()
+            weight = self._padded(index, wide.t()).t()
         return self._linear(weight, bias)
 
     def _read(self, read: Projection) -> tuple[Tensor | CodedWeight, Tensor | None]:
@@ -439,8 +476,12 @@ class _Loader:
             return WeightForm.PAIRS if self._library.multiplies_pairs else WeightForm.BFLOAT16
         return _exact_form(*weight.parts)
 
-    def _padded(self, heads: Tensor) -> Tensor:
-        return with_padded_heads(heads, self._config.head_dim, self._padding)
+    def _padding(self, index: int) -> int:
+        head_dim = self._config.attention_of(index).head_dim
+        return self._library.padded_head_dim(head_dim) - head_dim
+
+    def _padded(self, index: int, heads: Tensor) -> Tensor:
+        return with_padded_heads(heads, self._config.attention_of(index).head_dim, self._padding(index))
 
 
 def with_padded_heads(heads: Tensor, head_dim: int, padding: int) -> Tensor:
@@ -477,8 +518,8 @@ def _norm(norm: NormTensors) -> NormWeights:
     return NormWeights(_float32(norm.weight), None if norm.bias is None else _float32(norm.bias))
 
 
-def _table(config: ModelConfig, rope: RopeConfig, max_model_len: int) -> Rotations:
-    table = rotations(rope, config.head_dim, max_model_len, config.attention.rotary_dim)
+def _table(rotary: Rotary, max_model_len: int) -> Rotations:
+    table = table_of(rotary, max_model_len)
     return Rotations(table.real.contiguous(), table.imag.contiguous())
 
 

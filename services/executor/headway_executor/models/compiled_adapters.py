@@ -35,15 +35,15 @@ def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart, dtyp
         updates = [dict(layer.updates(added)) for layer, added in zip(layers, weights.layers, strict=True)]
         return PackedAdapter(library, updates, dtype, num_experts)
 
-    return ModelAdapters(config, halves(config.head_dim, config.attention), part, prepare=packed)
+    return ModelAdapters(config, halves, part, prepare=packed)
 
 
 class _Layer:
     """The forms of one layer's projections."""
 
     def __init__(self, library: CpuLibrary, config: ModelConfig, part: ModelPart, index: int) -> None:
-        self._head_dim = config.head_dim
-        self._padding = library.padded_head_dim(config.head_dim) - config.head_dim
+        self._head_dim = config.attention_of(index).head_dim
+        self._padding = library.padded_head_dim(self._head_dim) - self._head_dim
         self._panel = library.panel
         self._latent = config.attention.latent
         self._part = part

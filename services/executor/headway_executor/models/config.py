@@ -4,7 +4,7 @@ Owns: ``ModelConfig`` and its parts. Must not know: files, tensors, who computes
 """
 
 from collections.abc import Iterable
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -18,7 +18,9 @@ RecurrenceKind: TypeAlias = Literal["gated", "delta", "selective"]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding; see ``rope``. ``factors`` divide the frequencies of longrope."""
+    """Rotary position embedding; see ``rope``. ``factors`` divide the frequencies of longrope. Of "proportional", so large a
+    ``share`` of the frequencies turns.
+    """
 
     kind: str = "default"
     theta: float = 10_000.0
@@ -33,6 +35,7 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     factors: tuple[float, ...] = ()
+    share: float = 1.0
 
 
 class NormConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +89,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     a compressed row. ``clip`` (None: none) bounds queries, keys and values on both sides, before all else. ``gates``
     multiply what heads give, each channel by the sigmoid of its own: stored "apart", as the fourth of
     ``TensorNames.qkv``, or "by_head", each head's behind its queries. ``alibi`` adds to scores (None: nothing does).
+    With ``norms_values``, values are normalised by head, without weights. With ``values_are_keys``, they are what the
+    projection to keys gives, which is neither normalised as keys are nor rotated.
     """
 
     num_heads: int
@@ -105,6 +110,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     clip: float | None = None
     gates: Gates = "none"
     alibi: AlibiConfig | None = None
+    norms_values: bool = False
+    values_are_keys: bool = False
 
 
 class Multipliers(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,7 +266,9 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``window``: how many positions a query sees, its own included; None: all. ``rope`` None: no rotation.
     ``query_growth`` None: queries stay as they are. With a ``chunk``, a query sees no more than its own chunk of so many
     positions; no backend has such masks, so no context is longer. Beside attention, or in its place, there may be a
-    ``recurrence``. A layer may have neither, or no feed-forward.
+    ``recurrence``. A layer may have neither, or no feed-forward. ``attention`` None: the model's; another may differ from that
+    in ``num_kv_heads``, ``head_dim``, ``rotary_dim`` and ``values_are_keys``. With ``keys_of``, the layer has queries alone,
+    and reads the keys and values of that layer before it, which has attention of the same sizes.
     """
 
     feed_forward: FeedForwardConfig
@@ -269,6 +278,8 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     query_growth: QueryGrowth | None = None
     chunk: int | None = None
     attends: bool = True
+    attention: AttentionConfig | None = None
+    keys_of: int | None = None
 
     @property
     def mixes(self) -> bool:
@@ -279,6 +290,14 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def has_feed_forward(self) -> bool:
         """Whether it has one."""
         return self.feed_forward.intermediate_size > 0
+
+
+class Rotary(NamedTuple):
+    """A rope of heads of one size."""
+
+    rope: RopeConfig
+    head_dim: int
+    rotary_dim: int
 
 
 class Scalings(msgspec.Struct, frozen=True, kw_only=True):
@@ -302,7 +321,8 @@ class LayerNormNames(msgspec.Struct, frozen=True, kw_only=True):
 class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names in the checkpoint; those below ``layer`` follow its prefix.
 
-    Norms, attention sinks, a table of ``positions`` and ``projections`` without a name do not exist. ``qkv`` and ``gate_up``
+    Norms, attention sinks, a table of ``positions``, ``projections`` and the ``layer_factor``, a number that multiplies the hidden
+    state behind a layer, do not exist without a name. ``qkv`` and ``gate_up``
     name one tensor each, or one for all: part after part, key-value head after key-value head, each behind its queries
     (``is_fused_by_head``), or in so many ``blocks`` of heads, each queries, values, keys. With ``has_inputs_first``,
     projections of layers are ``[inputs, outputs]``. ``projections`` lead from embeddings to the first layer, and from the
@@ -339,6 +359,7 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     mlp_post_norm: str | None = None
     state_norms: LayerNormNames | None = None
     renamed: tuple[tuple[str, str], ...] = ()
+    layer_factor: str | None = None
     ignored: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     is_part: bool = False
 
@@ -418,8 +439,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return next((feed for feed in feeds if feed.experts is not None), None)
 
     def num_cached(self, layers: Iterable[int]) -> int:
-        """How many of these layers have keys and values."""
-        return sum(self.layers[index].attends for index in layers)
+        """How many of these layers have keys and values of their own."""
+        return sum(self.layers[index].attends and self.layers[index].keys_of is None for index in layers)
+
+    @property
+    def num_kv_numbers(self) -> int:
+        """Numbers in the keys and values of one token, in all layers."""
+        own = [i for i, layer in enumerate(self.layers) if layer.attends and layer.keys_of is None]
+        sizes = map(self.attention_of, own)
+        return sum(2 * attention.num_kv_heads * attention.head_dim for attention in sizes)
+
+    def attention_of(self, index: int) -> AttentionConfig:
+        """The attention of a layer."""
+        return self.layers[index].attention or self.attention
+
+    @property
+    def attentions(self) -> tuple[AttentionConfig, ...]:
+        """The different ones of its layers."""
+        own = (self.attention_of(index) for index, layer in enumerate(self.layers) if layer.attends)
+        return tuple(dict.fromkeys(own)) or (self.attention,)
 
     def recurrences(self, layers: Iterable[int]) -> list[RecurrenceConfig]:
         """Those of these layers."""
@@ -444,3 +482,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The different ropes of its layers."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
+
+    def rotary(self, index: int) -> Rotary | None:
+        """The rope of a layer."""
+        rope, attention = self.layers[index].rope, self.attention_of(index)
+        return None if rope is None else Rotary(rope, attention.head_dim, attention.rotary_dim)
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The different ones of its layers."""
+        found = (self.rotary(index) for index in range(self.num_layers))
+        return tuple(dict.fromkeys(rotary for rotary in found if rotary is not None))

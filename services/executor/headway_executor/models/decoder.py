@@ -16,15 +16,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from headway_executor.models.alibi import ScoreBiases
-from headway_executor.models.attention import AttentionPlan
-from headway_executor.models.config import Activation, RopeConfig
+from headway_executor.models.attention import AttentionPlan, AttentionShape
+from headway_executor.models.config import Activation, Rotary
+from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.recurrence import Recurrence, RowStates, StateSpan
 from headway_executor.models.rope import rotate_
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
 """``[tokens, in] -> [tokens, out]``, a new tensor."""
 
-Rotations: TypeAlias = Mapping[RopeConfig, Tensor]
+Rotations: TypeAlias = Mapping[Rotary, Tensor]
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -138,19 +139,21 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """``qkv`` gives its parts side by side. ``qk_norm`` normalises the heads of queries and keys, or is None; with
-    ``norms_rotated``, behind the rotation. A query sees ``window`` positions; None: all. ``rope`` None: no rotation.
+    """``qkv`` gives its parts side by side, or with ``is_reading`` queries alone: keys and values are of a layer before.
+    ``qk_norm`` normalises the first heads, or is None; with ``norms_rotated``, behind the rotation. A query sees ``window`` positions; None: all. ``rope`` None: no rotation.
     ``growth``: see ``query_factors``; None: 1. ``clip``: see ``AttentionConfig``. The last ``num_gates`` columns of ``qkv``
     are gates of what attention gives.
     """
 
-    index: int
+    shape: AttentionShape
+    place: KvPlace
+    is_reading: bool
     qkv: Product
+    num_normed: int
     num_rotated: int
-    head_dim: int
     qk_norm: Product | None
     norms_rotated: bool
-    rope: RopeConfig | None
+    rope: Rotary | None
     output: Product
     window: int | None
     sinks: Tensor | None
@@ -164,14 +167,16 @@ class Attention:
         qkv, gates = torch.split(made, [made.shape[1] - self.num_gates, self.num_gates], 1)
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
-        heads = qkv[:, : self.num_rotated * self.head_dim].view(-1, self.num_rotated, self.head_dim)
+        heads = qkv[:, : self.num_normed * self.shape.head_dim].view(-1, self.num_normed, self.shape.head_dim)
         if self.qk_norm is not None and not self.norms_rotated:
             heads.copy_(self.qk_norm(heads))
         if self.rope is not None:
-            rotate_(heads, rotations[self.rope])
+            rotate_(heads[:, : self.num_rotated], rotations[self.rope])
         if self.qk_norm is not None and self.norms_rotated:
             heads.copy_(self.qk_norm(heads))
-        attended = plan.attention.attend(self.index, self.window, qkv, self.sinks, self.growth)
+        attended = plan.attention.attend(
+            self.shape, self.place, self.window, qkv, self.sinks, self.growth, is_reading=self.is_reading
+        )
         return self.output(attended.mul_(gates.sigmoid_()) if self.num_gates else attended)
 
 
@@ -231,7 +236,8 @@ class FeedForward:
 class DecoderLayer:
     """Norms that a model does not have are None, and so are attention and a feed-forward. ``residual`` is a factor on what is
     added to the hidden state. With ``is_parallel``, attention and feed-forward read the same hidden state. With ``norms_sums``,
-    norms behind attention and feed-forward are of the hidden state after the addition.
+    norms behind attention and feed-forward are of the hidden state after the addition. ``factor`` multiplies that behind the
+    layer.
     """
 
     attention_norm: Product | None
@@ -243,6 +249,7 @@ class DecoderLayer:
     residual: float
     is_parallel: bool
     norms_sums: bool
+    factor: Tensor | None = None
 
     def __call__(self, hidden: Tensor, rotations: Rotations, plan: StepPlan) -> None:
         """Add attention and feed-forward to ``hidden`` (``[tokens, hidden]``) in place."""
@@ -251,10 +258,11 @@ class DecoderLayer:
             attended = self.attention(_normed(self.attention_norm, hidden), rotations, plan)
             inputs = _normed(self.mlp_norm, hidden) if self.is_parallel else None
             _add(self, hidden, attended, self.attention_post_norm)
-        if self.feed_forward is None:
-            return
-        made = self.feed_forward(_normed(self.mlp_norm, hidden) if inputs is None else inputs)
-        _add(self, hidden, made, self.mlp_post_norm)
+        if self.feed_forward is not None:
+            made = self.feed_forward(_normed(self.mlp_norm, hidden) if inputs is None else inputs)
+            _add(self, hidden, made, self.mlp_post_norm)
+        if self.factor is not None:
+            hidden.mul_(self.factor)
 
 
 def _add(layer: DecoderLayer, hidden: Tensor, made: Tensor, norm: Product | None) -> None:

@@ -3,7 +3,7 @@
 Owns: building the decoder, from ids to hidden state. Must not know: files, how it computes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import numpy as np
@@ -36,13 +36,14 @@ from headway_executor.models.decoder import (
 from headway_executor.models.expert_tensors import ExpertTensors
 from headway_executor.models.experts import Experts
 from headway_executor.models.forward import StepRows
+from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.latent import InTurn, LatentQkv
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
 from headway_executor.models.linear import GatheredLinear, Linear, SummedLinear, placed
 from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.part import whole
 from headway_executor.models.recurrence import Recurrence, RowStates, StateSpan, spans_of
-from headway_executor.models.rope import interleaved, query_factors, rotations
+from headway_executor.models.rope import interleaved, query_factors, table_of
 from headway_executor.models.stage import Stage
 from headway_executor.ranks.stage_mates import Alone, ColumnMates, Cut
 from headway_kernels.experts import Expert
@@ -70,16 +71,6 @@ class EagerModel:
     ) -> None:
         self.states = states
         self._stage = stage or Stage(whole(config))
-        part = self._stage.part
-        attention = config.attention
-        self._shape = AttentionShape(
-            len(part.heads),
-            len(part.kv_heads),
-            config.head_dim,
-            attention.scale,
-            attention.softcap,
-            config.names.sinks is not None,
-        )
         self._mates = _mates_of(self._stage)
         self._decoder = decoder
         self._embedding = embedding
@@ -117,9 +108,7 @@ class EagerModel:
         device = token_ids.device
         columns = np.stack([rows.numbers[ordered.order][token_rows], positions])
         store_rows, store_positions = torch.from_numpy(columns).to(device).unbind(0)
-        attention = AttentionPlan(
-            self._shape, self.pool, ordered, slots, store_positions, self._dtype, self._decoder.biases
-        )
+        attention = AttentionPlan(self.pool, ordered, slots, store_positions, self._dtype, self._decoder.biases)
         plan = StepPlan(attention, self.states, self._spans(rows, ordered, device))
         if self._step_adapters is not None:
             self._step_adapters.begin(columns[0], device)
@@ -161,19 +150,16 @@ def load_eager(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    places: Sequence[KvPlace | None],
     stage: Stage | None = None,
     adapters: StepAdapters | None = None,
 ) -> tuple[Decoder, Embedding | None]:
-    """Load a checked checkpoint, or a stage's part of it; return the layers and the embedding."""
-    loader = _Loader(config, checkpoint, stage or Stage(whole(config)), dtype, device, adapters, max_model_len)
+    """Load a checked checkpoint, or a stage's part of it; return the layers and the embedding. ``places``: see ``KvLayout``."""
+    loader = _Loader(config, checkpoint, stage or Stage(whole(config)), dtype, device, adapters, max_model_len, places)
     part, tensors = loader.part, loader.tensors
-    attention = config.attention
-    biases, final_norm = score_biases(attention, max_model_len), tensors.final_norm()
+    biases, final_norm = score_biases(config.attention, max_model_len), tensors.final_norm()
     decoder = Decoder(
-        rotations={
-            rope: rotations(rope, config.head_dim, max_model_len, attention.rotary_dim).to(device)
-            for rope in config.ropes
-        },
+        rotations={rotary: table_of(rotary, max_model_len).to(device) for rotary in config.rotaries},
         layers=tuple(loader.layer(place, index) for place, index in enumerate(part.layers)),
         final_norm=None if final_norm is None else loader.norm(final_norm),
         head=loader.head() if part.place.is_last_stage and config.has_head else None,
@@ -194,20 +180,23 @@ class _Loader:
         device: torch.device,
         adapters: StepAdapters | None,
         max_model_len: int,
+        places: Sequence[KvPlace | None],
     ) -> None:
         self._config = config
+        self._places = places
         self._growth = cache(lambda growth: query_factors(growth, max_model_len).to(device))  # one for layers alike
         self._mates = _mates_of(stage)
         self._dtype = dtype
         self._device = device
         self._adapters = adapters
         self.part = stage.part
-        self.tensors = ModelTensors(config, checkpoint, interleaved(config.head_dim, config.attention), part=stage.part)
+        self.tensors = ModelTensors(config, checkpoint, interleaved, part=stage.part)
 
     def layer(self, place: int, index: int) -> DecoderLayer:
         """Layer ``index`` of the model, ``place`` of the stage."""
         config, has_feed_forward = self._config, self._config.layers[index].has_feed_forward
         norms = [None if norm is None else self.norm(norm) for norm in self.tensors.norms_of_layer(index)]
+        factor = self.tensors.layer_factor(index)
         attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = norms
         return DecoderLayer(
             attention_norm=attention_norm,
@@ -219,6 +208,7 @@ class _Loader:
             residual=config.scalings.residual,
             is_parallel=config.is_parallel,
             norms_sums=config.norms_sums,
+            factor=None if factor is None else placed(factor, self._dtype, self._device),
         )
 
     def embedding(self, num_positions: int) -> Embedding:
@@ -245,26 +235,44 @@ class _Loader:
     def _attention(self, place: int, index: int) -> Attention:
         config, tensors = self._config, self.tensors
         sinks, latent = tensors.sinks(index), tensors.latent(index)
-        growth = config.layers[index].query_growth
+        layer, attention = config.layers[index], config.attention_of(index)
+        num_kv_heads, is_reading, kv_place = (
+            len(self.part.kv_heads_of(attention.num_kv_heads)),
+            layer.keys_of is not None,
+            self._places[place],
+        )
+        assert kv_place is not None
+        num_rotated = len(self.part.heads) + (0 if is_reading else num_kv_heads)
+        has_values = attention.norms_values and not is_reading
+        growth = layer.query_growth
         output = tensors.output(index) if latent is None else (latent.output(), None)
         return Attention(
-            index=config.num_cached(self.part.layers[:place]),
+            shape=AttentionShape(
+                len(self.part.heads),
+                num_kv_heads,
+                attention.head_dim,
+                attention.scale,
+                attention.softcap,
+                config.names.sinks is not None,
+            ),
+            place=kv_place,
+            is_reading=is_reading,
             qkv=self._adapted(self._linear(*tensors.qkv(index)), place, AdapterSite.QKV)
             if latent is None
             else self._latent_qkv(place, latent),
-            num_rotated=len(self.part.heads) + len(self.part.kv_heads),
-            head_dim=config.head_dim,
+            num_normed=num_rotated + num_kv_heads * has_values,
+            num_rotated=num_rotated,
             qk_norm=self._qk_norm(index),
-            norms_rotated=config.attention.norms_rotated,
-            rope=config.layers[index].rope,
+            norms_rotated=attention.norms_rotated,
+            rope=config.rotary(index),
             growth=None if growth is None else self._growth(growth),
             output=self._back(
-                self._adapted(self._linear(*output), place, AdapterSite.OUTPUT), self.part.attended(config.head_dim)
+                self._adapted(self._linear(*output), place, AdapterSite.OUTPUT), self.part.attended(attention.head_dim)
             ),
-            window=config.layers[index].window,
+            window=layer.window,
             sinks=None if sinks is None else self._wide(sinks),
-            clip=config.attention.clip,
-            num_gates=0 if config.attention.gates == "none" else len(self.part.heads) * config.head_dim,
+            clip=attention.clip,
+            num_gates=0 if attention.gates == "none" else len(self.part.heads) * attention.head_dim,
         )
 
     def _recurrent(self, place: int, index: int, recurrence: RecurrenceConfig) -> Recurrent:

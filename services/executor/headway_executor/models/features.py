@@ -42,6 +42,9 @@ class Feature(StrEnum):
     POSITIONS = "a table of positions"
     ALIBI = "scores that fall with distance (ALiBi)"
     SUM_NORM = "norms of sums"
+    UNEVEN_LAYERS = "layers that differ in their heads, or share keys and values"
+    VALUE_NORM = "norms of values"
+    LAYER_FACTOR = "a factor behind each layer"
     SEVERAL_ROPES = "several rotary embeddings, or layers without one"
 
 
@@ -104,6 +107,9 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.QUERY_GROWTH: any(layer.query_growth is not None for layer in config.layers),
         Feature.ALONE: any(not (layer.mixes and layer.has_feed_forward) for layer in config.layers),
         Feature.RECURRENCE: config.has_states,
+        Feature.UNEVEN_LAYERS: len(config.attentions) > 1 or any(layer.keys_of is not None for layer in config.layers),
+        Feature.VALUE_NORM: any(attention.norms_values for attention in config.attentions),
+        Feature.LAYER_FACTOR: names.layer_factor is not None,
         Feature.SEVERAL_ROPES: len({layer.rope for layer in attending}) > 1
         or any(layer.rope is None for layer in attending),
     }

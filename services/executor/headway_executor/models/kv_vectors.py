@@ -2,7 +2,8 @@
 
 Owns: where a vector is, how it is stored and read. Must not know: rows, attention.
 
-A block is ``[2 * kv_heads, block_size, head_dim]``, key heads first; ``headway_kernels.kv_codes`` says what one of codes is.
+A layer's part of a block is ``[2 * kv_heads, block_size, head_dim]``, key heads first; ``headway_kernels.kv_codes`` says what one
+of codes is.
 """
 
 from typing import Protocol
@@ -12,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway_executor.memory.kv_pool import KvPool, stored_block
-from headway_executor.models.config import ModelConfig
+from headway_executor.memory.kv_pool import KvPool
+from headway_executor.models.kv_layout import KvPlace
 from headway_kernels import kv_codes
 
 _Int64Array = NDArray[np.int64]
@@ -32,36 +33,41 @@ class LayerVectors(Protocol):
 
 
 class KvVectors:
-    """The vectors of all layers."""
+    """The vectors of all layers with ``num_kv_heads`` heads of ``head_dim`` channels."""
 
-    def __init__(self, pool: KvPool, num_kv_heads: int, dtype: torch.dtype) -> None:
+    def __init__(self, pool: KvPool, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self._num_kv_heads = num_kv_heads
         self._layers = pool.layers
         self._dtype = dtype
         self.block_size = pool.block_size
         self.is_coded = kv_codes.is_coded(pool.layers)
         """What is read differs from what has been stored."""
+        is_alone = pool.layers.dim() > 3  # Else layers stand behind each other.
+        self._per_block = 2 * num_kv_heads * self.block_size if is_alone else pool.layers.shape[2] // head_dim
+        self._head_dim = head_dim
 
     @property
     def value_offset(self) -> int:
         """Places from a key to its value."""
         return self._num_kv_heads * self.block_size
 
-    def of_layer(self, index: int) -> LayerVectors:
+    def at(self, place: KvPlace) -> LayerVectors:
         """Views of a layer's vectors."""
-        layer = self._layers[index]
-        return _Codes(layer, self._dtype) if self.is_coded else _Numbers(layer)
+        layer = self._layers[place.layer]
+        if self.is_coded:
+            return _Codes(layer, self._dtype)
+        return _Numbers(layer.view(-1)[place.first :].view(-1, self._head_dim))
 
     def keys(self, slots: _Int64Array) -> _Int64Array:
         """The places of the keys of ``slots``: int64, ``[kv_heads, *slots.shape]``."""
         blocks, offsets = np.divmod(slots, self.block_size)
         heads = np.arange(self._num_kv_heads).reshape(-1, *(1 for _ in slots.shape))
-        return (blocks * 2 * self._num_kv_heads + heads) * self.block_size + offsets
+        return blocks * self._per_block + heads * self.block_size + offsets
 
 
 class _Numbers:
-    def __init__(self, layer: Tensor) -> None:
-        self._vectors = layer.view(-1, layer.shape[-1])
+    def __init__(self, vectors: Tensor) -> None:
+        self._vectors = vectors
 
     def store(self, places: Tensor, vectors: Tensor) -> None:
         self._vectors.index_copy_(0, places, vectors)
@@ -87,9 +93,3 @@ class _Codes:
     def _where(self, places: Tensor) -> tuple[Tensor, Tensor]:
         vectors_of_block = self._exponents.shape[1]
         return places // vectors_of_block, places % vectors_of_block
-
-
-def block_bytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype, kv_cache_dtype: str) -> int:
-    """Bytes of a block in all layers, without padding."""
-    shape = (2 * config.num_kv_heads, block_size, config.head_dim)
-    return config.num_cached(range(config.num_layers)) * stored_block(kv_cache_dtype, shape, dtype).num_bytes

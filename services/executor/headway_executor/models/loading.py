@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import torch
@@ -79,6 +79,22 @@ def ignored_tensors(config: ModelConfig) -> frozenset[str]:
     """Old checkpoints store masks and rope frequencies, which nothing reads."""
     names = config.names
     return frozenset(names.layer.format(i) + name for i in range(config.num_layers) for name in names.ignored)
+
+
+def _keys_of_others(config: ModelConfig) -> list[str]:
+    """What layers have of keys and values that they do not use: the beginnings of names."""
+    names = config.names
+    sharing = [index for index, layer in enumerate(config.layers) if layer.keys_of is not None]
+    unused = (*names.qkv[1:], names.key_norm, "self_attn.v_norm")
+    return [f"{names.layer.format(index)}{name}." for index in sharing for name in unused]
+
+
+def qkv_names(config: ModelConfig, index: int) -> tuple[str, ...]:
+    """Of the tensors that a layer's queries, keys and values are in."""
+    names = config.names.qkv
+    if config.layers[index].keys_of is not None:
+        return names[:1]
+    return names[:2] if config.attention_of(index).values_are_keys else names
 
 
 def _named_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConfig:
@@ -246,20 +262,23 @@ def _layer_tensors(config: ModelConfig, index: int) -> _Shapes:
     if layer.recurrence is not None:
         yield from recurrent_shapes(layer.recurrence, config.hidden_size)
     if layer.attends:
-        yield from _attention_tensors(config)
+        yield from _attention_tensors(config, index)
     if layer.has_feed_forward:
         yield from _feed_forward_tensors(config, layer.feed_forward)
     # A set: one norm may stand in two places.
     for name in {*msgspec.structs.astuple(config.norms_of(index))} - {None}:
         yield from _norm_tensors(config, str(name))
+    if config.names.layer_factor is not None:
+        yield config.names.layer_factor, (1,)
 
 
-def _attention_tensors(config: ModelConfig) -> _Shapes:
-    names, attention = config.names, config.attention
+def _attention_tensors(config: ModelConfig, index: int) -> _Shapes:
+    names, attention = config.names, config.attention_of(index)
     if attention.latent is not None:
         yield from latent_shapes(attention.latent, attention.num_heads, config.hidden_size)
     else:
-        yield from _projections(names, names.qkv, config.hidden_size, _qkv_widths(config), attention.qkv_bias)
+        modules, widths = qkv_names(config, index), _qkv_widths(config, index)
+        yield from _projections(names, modules, config.hidden_size, widths, attention.qkv_bias)
         width = attention.num_heads * attention.head_dim
         yield from _projections(names, (names.output,), width, (config.hidden_size,), attention.output_bias)
     if names.sinks is not None:
@@ -267,9 +286,10 @@ def _attention_tensors(config: ModelConfig) -> _Shapes:
     by_head = attention.qk_norm == "head"
     if attention.qk_norm == "layer":
         yield from _head_norm_tensors(attention, names.query_norm, config.num_heads)
-        yield from _head_norm_tensors(attention, names.key_norm, config.num_kv_heads)
+        yield from _head_norm_tensors(attention, names.key_norm, attention.num_kv_heads)
     elif attention.qk_norm in ("head", "all"):
-        for name, count in ((names.query_norm, config.num_heads), (names.key_norm, config.num_kv_heads)):
+        counts = ((names.query_norm, config.num_heads), (names.key_norm, attention.num_kv_heads))
+        for name, count in counts[: 1 if config.layers[index].keys_of is not None else 2]:
             yield f"{name}.weight", (attention.head_dim if by_head else count * attention.head_dim,)
 
 
@@ -318,16 +338,23 @@ def _norm_tensors(config: ModelConfig, name: str) -> _Shapes:
             yield f"{name}.{kind}", (config.hidden_size,)
 
 
-def _qkv_widths(config: ModelConfig) -> tuple[int, ...]:
+def _qkv_widths(config: ModelConfig, index: int) -> tuple[int, ...]:
     """Rows of each tensor: of queries, keys and values, and of gates that are stored apart."""
+    attention = config.attention_of(index)
     queries, keys, gates = (
-        config.num_heads * config.head_dim,
-        config.num_kv_heads * config.head_dim,
-        config.attention.gates,
+        config.num_heads * attention.head_dim,
+        attention.num_kv_heads * attention.head_dim,
+        attention.gates,
     )
+    if config.layers[index].keys_of is not None or attention.values_are_keys:
+        return (queries, keys)[: len(qkv_names(config, index))]
     if gates == "by_head":
         return 2 * queries, keys, keys
     return (queries, keys, keys, queries) if gates == "apart" else (queries, keys, keys)
+
+
+ChannelOrder: TypeAlias = Callable[[int, AttentionConfig], Tensor]
+"""Of the channels of a head of so many: int64, ``[head_dim]``. See ``rope``."""
 
 
 class NormTensors(NamedTuple):
@@ -410,7 +437,11 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, quantization: str
         )
     config = _named_as_stored(config, checkpoint)
     layers = range(config.num_layers, config.num_layers + config.names.ignored_layers)
-    beyond = (*(config.names.layer.format(index) for index in layers), *config.names.ignored_prefixes)
+    beyond = (
+        *(config.names.layer.format(index) for index in layers),
+        *config.names.ignored_prefixes,
+        *_keys_of_others(config),
+    )
     unread = {name for name in checkpoint.headers if name.startswith(beyond)}
     if config.names.is_part:
         own = (
@@ -436,8 +467,8 @@ def layers_as_stored(config: ModelConfig, stored: Iterable[str], layers: Iterabl
 class ModelTensors:
     """Reads the tensors of a checked checkpoint, straight to ``device``, if any; of a ``part`` only its own.
 
-    A result may be the mapped file: do not write to it or keep it. ``channel_order`` (int64, ``[head_dim]``) orders the
-    channels of query and key heads. In shapes, ``heads``, ``kv_heads``, ``own_hidden``, ``own_inner`` and ``own_vocab``
+    A result may be the mapped file: do not write to it or keep it. ``channel_order`` orders the channels of query and key
+    heads. In shapes, ``heads``, ``kv_heads``, ``own_hidden``, ``own_inner`` and ``own_vocab``
     count what the part has, ``own_inner`` of the layer's size; the fast form has all outputs and its own inputs instead.
     """
 
@@ -445,7 +476,7 @@ class ModelTensors:
         self,
         config: ModelConfig,
         checkpoint: TensorSource,
-        channel_order: Tensor,
+        channel_order: ChannelOrder,
         device: torch.device | None = None,
         part: ModelPart | None = None,
     ) -> None:
@@ -453,8 +484,7 @@ class ModelTensors:
         self._names = config.names
         self._head = _head_name(config.names, checkpoint)
         self._checkpoint = checkpoint
-        self._channel_order = channel_order if device is None else channel_order.to(device)
-        self._keeps_order = bool((channel_order.diff() == 1).all())
+        self._orders = {kind: _order_of(channel_order, kind, device) for kind in config.attentions}
         self._device = device
         self._part = whole(config) if part is None else part
 
@@ -511,8 +541,14 @@ class ModelTensors:
         """Those that the layer has."""
         return LayerNorms(*(self.norm(index, name) for name in msgspec.structs.astuple(self._config.norms_of(index))))
 
+    def layer_factor(self, index: int) -> Tensor | None:
+        """``[1]``: what multiplies the hidden state behind a layer, or None."""
+        return None if self._names.layer_factor is None else self._read(index, self._names.layer_factor)
+
     def qkv(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """``[(heads + 2 * kv_heads) * head_dim, hidden]``, and bias: queries, keys, values, and gates of as many heads."""
+        """``[(heads + 2 * kv_heads) * head_dim, hidden]``, and bias: queries, keys, values, and gates of as many heads; queries
+        alone of a layer that reads the keys of another.
+        """
         weights, bias = self.qkv_parts(index)
         return torch.cat(weights), bias
 
@@ -523,7 +559,7 @@ class ModelTensors:
 
     def output(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[own_hidden, all heads * head_dim]``, and bias."""
-        heads = self._channels(self._part.heads)
+        heads = self._channels(index, self._part.heads)
         weight, bias = self._back(index, self._names.output, heads, has_bias=self._config.attention.output_bias)
         return times(weight, self._config.multipliers.output), bias
 
@@ -556,7 +592,9 @@ class ModelTensors:
         latent = self._config.attention.latent
         if latent is None:
             return None
-        return LatentTensors(latent, self._part, self._channel_order, partial(self._read, index))
+        return LatentTensors(
+            latent, self._part, self._orders[self._config.attention_of(index)], partial(self._read, index)
+        )
 
     def recurrence(self, index: int) -> RecurrentTensors:
         """Of a layer with a state."""
@@ -580,21 +618,25 @@ class ModelTensors:
         return ExpertTensors(feed.experts, feed, self._part, read)
 
     def qk_norm(self, index: int) -> Tensor | None:
-        """``[heads + kv_heads, head_dim]``: queries, then keys; or None."""
-        kind = self._config.attention.qk_norm
-        names, heads = (self._names.query_norm, self._names.key_norm), (self._part.heads, self._part.kv_heads)
-        layer = self._config.layers[index]
+        """``[heads + kv_heads, head_dim]``: queries, then keys, then values if they are normalised; or None."""
+        attention, layer = self._config.attention_of(index), self._config.layers[index]
+        kind, kv_heads = attention.qk_norm, self._part.kv_heads_of(attention.num_kv_heads)
+        names, heads = (self._names.query_norm, self._names.key_norm), (self._part.heads, kv_heads)
+        count = 1 if layer.keys_of is not None else 2
         if kind == "none" or not layer.attends or (kind == "plain" and layer.rope is None):
             return None
         if kind == "plain":
-            return torch.ones(sum(map(len, heads)), self._config.head_dim, device=self._device)
+            return torch.ones(sum(map(len, heads[:count])), attention.head_dim, device=self._device)
+        pairs = list(zip(names, heads, strict=True))[:count]
         if kind == "layer":
-            return torch.cat([self._head_norms(index, *pair) for pair in zip(names, heads, strict=True)])
+            return torch.cat([self._head_norms(index, *pair) for pair in pairs])
         norms = []
-        for name, count in zip(names, map(len, heads), strict=True):
+        for name, own in pairs:
             weight = self._offset(self._read(index, f"{name}.weight"))
-            by_head = self._reordered(weight).view(-1, self._config.head_dim)
-            norms.append(by_head.expand(count, -1))
+            by_head = self._reordered(index, weight).view(-1, attention.head_dim)
+            norms.append(by_head.expand(len(own), -1))
+        if attention.norms_values and layer.keys_of is None:
+            norms.append(torch.ones_like(norms[0][:1]).expand(len(kv_heads), -1))
         return torch.cat(norms)
 
     def qk_norm_bias(self, index: int) -> Tensor | None:
@@ -612,7 +654,7 @@ class ModelTensors:
             weights = torch.stack([self._read(index, f"{name.format(head)}.weight") for head in heads])
         else:
             weights = self._read(index, f"{name}.weight", heads)
-        return self._reordered(weights.flatten()).view(-1, self._config.head_dim)
+        return self._reordered(index, weights.flatten()).view(-1, self._config.attention_of(index).head_dim)
 
     def _norm(self, name: str) -> NormTensors:
         if self._config.norm.has_weight:
@@ -665,28 +707,37 @@ class ModelTensors:
         return [times(parts[0], self._config.multipliers.gate), *parts[1:]]
 
     def _qkv(self, index: int, kind: str) -> list[Tensor]:
-        heads, kv_heads = self._channels(self._part.heads), self._channels(self._part.kv_heads)
-        if self._names.is_fused_by_head:
+        attention, modules = self._config.attention_of(index), qkv_names(self._config, index)
+        heads = self._channels(index, self._part.heads)
+        kv_heads = self._channels(index, self._part.kv_heads_of(attention.num_kv_heads))
+        apart: list[Tensor] = []
+        if len(modules) < len(self._names.qkv):  # No values, or neither these nor keys.
+            owns = (heads, kv_heads)[: len(modules)]
+            parts = self._parts(index, modules, kind, _qkv_widths(self._config, index), owns)
+            if len(parts) == 1:
+                return [times(self._reordered(index, parts[0]), self._config.multipliers.queries)]
+            queries, keys, values = parts[0], parts[1], parts[1]
+        elif self._names.is_fused_by_head:
             (name,), own_kv = self._names.qkv, self._part.kv_heads
             width = (self._config.num_heads // self._config.num_kv_heads + 2) * self._config.head_dim
             stored = self._projection(index, name, kind, range(width * own_kv.start, width * own_kv.stop))
             queries, keys, values = by_group(stored, self._config, self._part)
-            apart: list[Tensor] = []
         elif self._names.blocks:
             stored = self._here(self._checkpoint.read(self._name(index, f"{self._names.qkv[0]}.{kind}")))
             queries, keys, values = by_block(stored, self._config, self._part)
-            apart = []
         else:
             gates = self._config.attention.gates
             of_queries = range(2 * heads.start, 2 * heads.stop) if gates == "by_head" else heads
-            owns = (of_queries, kv_heads, kv_heads, *([heads] if gates == "apart" else []))
-            queries, keys, values, *apart = self._parts(index, self._names.qkv, kind, _qkv_widths(self._config), owns)
+            owns_all = (of_queries, kv_heads, kv_heads, *([heads] if gates == "apart" else []))
+            queries, keys, values, *apart = self._parts(
+                index, self._names.qkv, kind, _qkv_widths(self._config, index), owns_all
+            )
             if gates == "by_head":
                 pairs = queries.view(-1, 2, self._config.head_dim, *queries.shape[1:])
                 queries, *apart = (part.flatten(0, 1) for part in pairs.unbind(1))
         factors = self._config.multipliers
-        queries, keys = times(self._reordered(queries), factors.queries), times(self._reordered(keys), factors.keys)
-        return [queries, keys, times(values, factors.values), *apart]
+        queries = times(self._reordered(index, queries), factors.queries)
+        return [queries, times(self._reordered(index, keys), factors.keys), times(values, factors.values), *apart]
 
     def _parts(
         self, index: int, names: Sequence[str], kind: str, widths: Sequence[int], owns: Sequence[range]
@@ -707,12 +758,20 @@ class ModelTensors:
 
         return [read(wanted) for wanted in rows]
 
-    def _channels(self, heads: range) -> range:
-        return range(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
+    def _channels(self, index: int, heads: range) -> range:
+        head_dim = self._config.attention_of(index).head_dim
+        return range(heads.start * head_dim, heads.stop * head_dim)
 
-    def _reordered(self, heads: Tensor) -> Tensor:
+    def _reordered(self, index: int, heads: Tensor) -> Tensor:
         """``heads`` is ``[heads * head_dim, ...]``."""
-        if self._keeps_order:
+        attention = self._config.attention_of(index)
+        order = self._orders[attention]
+        if bool((order.diff() == 1).all()):
             return heads
-        by_head = heads.reshape(-1, self._config.head_dim, *heads.shape[1:])
-        return by_head[:, self._channel_order].flatten(0, 1)
+        by_head = heads.reshape(-1, attention.head_dim, *heads.shape[1:])
+        return by_head[:, order].flatten(0, 1)
+
+
+def _order_of(channel_order: ChannelOrder, attention: AttentionConfig, device: torch.device | None) -> Tensor:
+    order = channel_order(attention.head_dim, attention)
+    return order if device is None else order.to(device)

@@ -33,6 +33,11 @@ class ModelPart:
     head_unit: int
     is_fast: bool
 
+    def kv_heads_of(self, count: int) -> range:
+        """This rank's key-value heads of a layer that has ``count`` of them."""
+        first = self.place.tensor_rank * count // self.place.tensor_parallel
+        return range(first, first + max(1, count // self.place.tensor_parallel))
+
     @property
     def own_hidden(self) -> range:
         """This rank's columns of the hidden state."""
@@ -109,7 +114,8 @@ def _cut(total: int, parts: int, unit: int) -> tuple[range, ...]:
 
 
 def _check(config: ModelConfig, place: RankPlace) -> None:
-    degree, heads, kv_heads = place.tensor_parallel, config.num_heads, config.num_kv_heads
+    degree, heads = place.tensor_parallel, config.num_heads
+    all_kv_heads = sorted({attention.num_kv_heads for attention in config.attentions}, reverse=True)
     if degree > 1 and config.attention.qk_norm == "all":
         raise BackendConfigError(
             f"tensor_parallel {degree} is not allowed; the model normalises queries over all heads, so allowed: 1"
@@ -118,11 +124,15 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
         raise BackendConfigError(
             f"tensor_parallel {degree} is not allowed; the model has layers with a state instead of attention, so allowed: 1"
         )
-    allowed = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
+    allowed = [n for n in range(1, heads + 1) if not heads % n and not any(kv % n and n % kv for kv in all_kv_heads)]
     if degree not in allowed:
         raise BackendConfigError(
-            f"tensor_parallel {degree} is not allowed; the model has {heads} heads and {kv_heads} key-value heads, which "
+            f"tensor_parallel {degree} is not allowed; the model has {heads} heads and {' or '.join(map(str, all_kv_heads))} key-value heads, which "
             f"go into equal parts, so allowed: {', '.join(map(str, allowed))}"
+        )
+    if place.pipeline_parallel > 1 and any(layer.keys_of is not None for layer in config.layers):
+        raise BackendConfigError(
+            f"pipeline_parallel {place.pipeline_parallel} is not allowed; the model's layers share keys and values, so allowed: 1"
         )
     if place.pipeline_parallel > config.num_layers:
         raise BackendConfigError(

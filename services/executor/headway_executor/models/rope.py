@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.models.config import AttentionConfig, QueryGrowth, RopeConfig
+from headway_executor.models.config import AttentionConfig, QueryGrowth, RopeConfig, Rotary
 
 
 def rotations(rope: RopeConfig, head_dim: int, num_positions: int, rotary_dim: int | None = None) -> Tensor:
@@ -37,6 +37,11 @@ def query_factors(growth: QueryGrowth, num_positions: int) -> Tensor:
     """What queries are multiplied by, by position: float32, ``[num_positions]``."""
     steps = (torch.arange(num_positions) + growth.first) // growth.step
     return 1 + growth.beta * torch.log1p(steps.float())
+
+
+def table_of(rotary: Rotary, num_positions: int) -> Tensor:
+    """See ``rotations``."""
+    return rotations(rotary.rope, rotary.head_dim, num_positions, rotary.rotary_dim)
 
 
 def rotate_(heads: Tensor, rotation: Tensor) -> None:
@@ -84,7 +89,10 @@ def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
     if rope.kind == "dynamic":
         return _dynamic(rope, exponents, head_dim, positions)
     frequencies = 1.0 / rope.theta**exponents
-    if rope.kind == "linear":
+    if rope.kind == "proportional":
+        turning = torch.arange(head_dim // 2) < int(rope.share * head_dim // 2)
+        frequencies = torch.where(turning, frequencies / rope.factor, 0.0)
+    elif rope.kind == "linear":
         frequencies = frequencies / rope.factor
     elif rope.kind == "longrope":
         frequencies = 1.0 / (torch.tensor(rope.factors) * rope.theta**exponents)

@@ -46,6 +46,12 @@ _GEMMA3 = {
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
 }
+_GEMMA4 = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+}
 _QWEN3_VL_MOE = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1408,
@@ -84,6 +90,7 @@ _TEXTS = {
     "cohere2": _Text("Cohere2ForCausalLM"),
     "gemma2": _Text("Gemma2ForCausalLM"),
     "gemma3_text": _Text("Gemma3ForCausalLM", _GEMMA3),
+    "gemma4_text": _Text("Gemma4ForCausalLM", _GEMMA4),
     "glm4v_moe_text": _GLM4V_MOE,
     "glm4v_text": _GLM4V,
     "gpt_oss": _Text("GptOssForCausalLM"),
@@ -124,6 +131,7 @@ _OPEN = {
 
 _OWN = {
     "Gemma3": _TEXTS["gemma3_text"],
+    "Gemma4": _TEXTS["gemma4_text"],
     "Glm4v": _GLM4V,
     "Glm4vMoe": _GLM4V_MOE,
     "Llama4": _Text("Llama4ForCausalLM"),
@@ -141,7 +149,6 @@ _CHAT, _CHAT_CONFIG = "InternVLChatModel", "llm_config"
 
 _REASONS = {
     "Gemma3n": "layers that share keys and values and that take inputs of their own",
-    "Gemma4": "layers that share keys and values, and heads of several sizes",
     "Mllama": "layers that attend to pictures",
     "PaliGemma": "attention to later tokens of the prompt",
 }

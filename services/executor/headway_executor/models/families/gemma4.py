@@ -1,0 +1,145 @@
+"""Gemma 4 (text): two kinds of layers in turn, whose heads differ in number and size, and a factor behind each layer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headway_executor.checkpoint.fields import ConfigFields
+from headway_executor.models.config import (
+    AttentionConfig,
+    LayerConfig,
+    ModelConfig,
+    NormConfig,
+    RopeConfig,
+    Scalings,
+    TensorNames,
+)
+from headway_executor.models.families.positions import read_rope
+from headway_executor.models.families.reading import (
+    FULL,
+    SLIDING,
+    layer_types_of,
+    num_layers_of,
+    read_attention,
+    read_feed_forward,
+    read_model,
+    refuse_unless,
+    windows_of,
+)
+
+_NAMES = TensorNames(
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+    layer_factor="layer_scalar",
+)
+_CONTEXT, _PATTERN, _WIDE_HEAD, _WINDOW = 131_072, 6, 512, 512
+_THETAS = {SLIDING: 10_000.0, FULL: 1_000_000.0}
+_OVERRIDES = ("head_dim", "num_key_value_heads")
+
+
+def read_gemma4(fields: ConfigFields) -> ModelConfig:
+    """``Gemma4ForCausalLM``. Tokens of pictures may see each other; those of a text do not."""
+    if fields.values.get("use_bidirectional_attention") != "vision":
+        refuse_unless(fields, "use_bidirectional_attention", None)
+    kinds, sharing = _kinds_of(fields), fields.integer("num_kv_shared_layers", 0, low=0)
+    attention = _attention_of(fields)
+    layers = [_attention_of(_of_layer(fields, index, kind)) for index, kind in enumerate(kinds)]
+    model = read_model(
+        fields,
+        default_context=_CONTEXT,
+        attention=attention,
+        feed_forward=read_feed_forward(fields, field="hidden_activation", default="gelu_pytorch_tanh", size=9216),
+        norm=NormConfig(eps=fields.number("rms_norm_eps", 1e-6)),
+        windows=windows_of(fields, kinds, fields.integer("sliding_window", _WINDOW)),
+        ropes=_ropes_of(fields, kinds),
+        scalings=Scalings(
+            embedding=fields.integer("hidden_size") ** 0.5,
+            logits_softcap=fields.optional_number("final_logit_softcapping"),
+        ),
+        names=_NAMES,
+        tied=True,
+    )
+    refuse_unless(fields, "enable_moe_block", False)
+    if sharing or fields.integer("hidden_size_per_layer_input", 256, low=0):
+        raise fields.refuse("hidden_size_per_layer_input", "0, and num_kv_shared_layers 0")
+    uneven = [
+        _uneven(fields, layer, kind, own, attention)
+        for layer, kind, own in zip(model.layers, kinds, layers, strict=True)
+    ]
+    return msgspec.structs.replace(model, layers=tuple(uneven))
+
+
+def _uneven(
+    fields: ConfigFields, layer: LayerConfig, kind: str, own: AttentionConfig, usual: AttentionConfig
+) -> LayerConfig:
+    are_keys = kind == FULL and fields.flag("attention_k_eq_v", default=False)
+    own = msgspec.structs.replace(own, values_are_keys=are_keys)
+    return layer if own == usual else msgspec.structs.replace(layer, attention=own)
+
+
+def _attention_of(fields: ConfigFields) -> AttentionConfig:
+    has_bias = fields.flag("attention_bias", default=False)
+    read = read_attention(
+        fields, head_dim=256, num_kv_heads=4, scale=1.0, qk_norm="head", qkv_bias=has_bias, output_bias=has_bias
+    )
+    return msgspec.structs.replace(read, norms_values=True)
+
+
+def _kinds_of(fields: ConfigFields) -> list[str]:
+    """The last layer sees all positions, whatever the file says."""
+    count = num_layers_of(fields)
+    kinds = layer_types_of(fields, [SLIDING if (i + 1) % _PATTERN else FULL for i in range(count)])
+    return [*kinds[:-1], FULL]
+
+
+def _of_layer(fields: ConfigFields, index: int, kind: str) -> ConfigFields:
+    """The fields of one layer: files name what differs by layer, or by the kind of layer in older ones."""
+    own: Mapping[str, Any] = {}
+    if fields.values.get("per_layer_config") is not None:
+        by_layer = fields.section("per_layer_config") or ConfigFields(fields.source, {})
+        section = by_layer.section(str(index))
+        own = {} if section is None else section.values
+        unknown = own.keys() - set(_OVERRIDES)
+        if unknown:
+            raise by_layer.refuse(str(index), " and ".join(_OVERRIDES))
+    elif kind == FULL:
+        heads = fields.values.get("num_global_key_value_heads") if fields.values.get("attention_k_eq_v") else None
+        own = {"head_dim": fields.integer("global_head_dim", _WIDE_HEAD)}
+        own |= {} if heads is None else {"num_key_value_heads": heads}
+    return ConfigFields(fields.source, {**fields.values, **own})
+
+
+def _ropes_of(fields: ConfigFields, kinds: Sequence[str]) -> list[RopeConfig]:
+    empty = ConfigFields(fields.source, {})
+    parameters = fields.section("rope_parameters") or empty
+    ropes = {}
+    for kind, theta in _THETAS.items():
+        section = parameters.section(kind)
+        if section is None and (kind == SLIDING or not parameters.values):
+            section = ConfigFields(
+                fields.source,
+                {
+                    "rope_type": "default" if kind == SLIDING else "proportional",
+                    "partial_rotary_factor": 1.0 if kind == SLIDING else 0.25,
+                },
+            )
+        ropes[kind] = _rope_of(section or empty, theta)
+    return [ropes[kind] for kind in kinds]
+
+
+def _rope_of(section: ConfigFields, theta: float) -> RopeConfig:
+    if section.values.get("rope_type") != "proportional":
+        refuse_unless(section, "partial_rotary_factor", 1.0)
+        refuse_unless(section, "rope_type", "default")
+        return read_rope(section, _CONTEXT, section=section, theta=theta)
+    share = section.number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise section.refuse("partial_rotary_factor", "a number up to 1")
+    return RopeConfig(
+        kind="proportional",
+        theta=section.number("rope_theta", theta),
+        share=share,
+        factor=section.number("factor", 1.0),
+    )
