@@ -180,7 +180,7 @@ def eager_model(directory: Path, sequences: Sequences) -> EagerModel:
 
 def _pool(layout: KvLayout, sequences: Sequences) -> KvPool:
     return KvPool(
-        num_layers=layout.num_layers,
+        num_layers=max(1, layout.num_layers),  # A model of states alone has blocks, too.
         num_blocks=sequences.num_blocks,
         block_size=sequences.block_size,
         block=layout.block,

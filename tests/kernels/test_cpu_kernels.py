@@ -636,9 +636,9 @@ def test_nothing_undefined_happens(tmp_path):
     caches = {name: str(tmp_path / "cache") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
     compiler = [sys.executable, "-P", "-m", build.COMPILER, "cc", *target, *options]
     subprocess.run([*compiler, "-o", str(library), *sources, "-lm"], env=caches | os.environ, cwd=tmp_path, check=True)
-    kinds = {"Mistral": 20, "Gemma2": 20, "Olmo2": 20, "Starcoder2": None, "GPTNeoX": None}
+    kinds = {"Mistral": 20, "Gemma2": 20, "Olmo2": 20, "Starcoder2": None, "GPTNeoX": None, "GPT2": None}
     mixtures = {"Mixtral": 20, "Qwen2Moe": None, "GptOss": 20, "DeepseekV2": None, "DeepseekV3": None}
-    kinds |= mixtures
+    kinds |= mixtures | {"Bloom": None}
     directories = [
         write_checkpoint(
             tmp_path / kind,
@@ -646,7 +646,7 @@ def test_nothing_undefined_happens(tmp_path):
             sliding_window=60,
             head_dim=head_dim,
             hidden_size=40,
-            num_key_value_heads=4 if kind.startswith(("GPTNeoX", "Deepseek")) else 2,
+            num_key_value_heads=4 if kind.startswith(("GPT", "Bloom", "Deepseek")) else 2,
             rotary_pct=0.4,
             **(EXPERTS if kind in mixtures else {}),
         )

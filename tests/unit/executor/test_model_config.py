@@ -6,12 +6,16 @@ import msgspec
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.bloom import modeling_bloom as bloom
+from transformers.models.falcon import modeling_falcon as falcon
 from transformers.models.hunyuan_v1_dense import HunYuanDenseV1Config
 from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from checkpoints import CONTEXT, FAMILIES, WITHOUT_ROPE, make_model
 from headway_executor.backend import ModelFilesError
+from headway_executor.models.alibi import score_biases
+from headway_executor.models.config import AlibiConfig, AttentionConfig
 from headway_executor.models.families import read_model_config
 from headway_executor.models.rope import interleaved, rotate_, rotations
 
@@ -141,6 +145,21 @@ def test_rotations_equal_transformers(tmp_path, name):
     half = ours.head_dim // 2
     torch.testing.assert_close(table.real, cos[0, :, :half], rtol=0, atol=1e-6)
     torch.testing.assert_close(table.imag, sin[0, :, :half], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_heads", [1, 5, 12, 16, 71, 112])
+def test_biases_of_scores_equal_transformers(num_heads):
+    sizes = {"num_heads": num_heads, "num_kv_heads": 1, "head_dim": 16, "rotary_dim": 16, "scale": 0.25}
+    queries, keys = torch.tensor([7, 500]), torch.arange(501)
+    mask = torch.ones(1, 501, dtype=torch.long)
+    exact = score_biases(AttentionConfig(alibi=AlibiConfig(), **sizes), 501).of(queries, keys)
+    rounded = score_biases(AttentionConfig(alibi=AlibiConfig(is_rounded=True), **sizes), 501).of(queries, keys)
+    theirs = bloom.build_alibi_tensor(mask, num_heads, torch.float32)
+    torch.testing.assert_close(exact[:, 1], (theirs - theirs[..., -1:])[:, 0], rtol=1e-5, atol=1e-4)
+    # Softmax sees differences alone, and no key behind the query.
+    torch.testing.assert_close(exact[:, 0, :8], exact[:, 1, 493:])
+    theirs = falcon.build_alibi_tensor(mask, num_heads, torch.float32)[:, 0] * 0.25
+    assert torch.equal(rounded, theirs[:, None].expand(-1, 2, -1))
 
 
 def test_rotating_interleaved_pairs_keeps_every_dot_product():

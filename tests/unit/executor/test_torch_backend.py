@@ -148,6 +148,12 @@ def test_what_the_kernels_lack_is_said(tmp_path, name):
     assert [line.split(",")[0] for line in warnings] == [f"the CPU kernels lack {lacked}"]
 
 
+def test_a_context_ends_where_the_table_of_positions_does(tmp_path):
+    make_checkpoint(tmp_path, "gpt2")
+    with pytest.raises(BackendConfigError, match=f"max_model_len {CONTEXT + 1} is not allowed"):
+        open_backend(tmp_path, max_model_len=CONTEXT + 1)
+
+
 def test_what_the_kernels_lack_runs_on_torch_operators_after_a_line_in_the_log(tmp_path):
     write_checkpoint(tmp_path, head_dim=load_library().max_head_dim + 2, num_hidden_layers=1, vocab_size=VOCAB_SIZE)
     warnings = []
