@@ -373,6 +373,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name
         ("opt", {"ffn_dim": 0}, "ffn_dim"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
         ("falcon-40b", {"parallel_attn": False}, "parallel_attn"),
+        ("falcon", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ("mpt", {"no_bias": False}, "no_bias"),
         ("mpt", {"expansion_ratio": 2}, "expansion_ratio"),

@@ -10,6 +10,7 @@ from headway_executor.models.families.reading import (
     read_feed_forward,
     read_layer_norm,
     read_model,
+    refuse_unless,
 )
 
 _NAMES = TensorNames(
@@ -29,6 +30,7 @@ def read_falcon(fields: ConfigFields) -> ModelConfig:
     fields = fields.renamed(
         hidden_size="n_embed", num_key_value_heads="num_kv_heads", intermediate_size="ffn_hidden_size"
     )
+    refuse_unless(fields, "apply_residual_connection_post_layernorm", False)
     is_new = fields.flag("new_decoder_architecture", default=False)
     is_parallel = fields.flag("parallel_attn", default=True)
     if is_new and not is_parallel:
