@@ -539,6 +539,10 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
+    if config["architectures"] == ["Mamba2ForCausalLM"]:
+        writer.add_feed_forward_length(0)
+        writer.add_head_count(0)
+        return
     writer.add_feed_forward_length(config.get("intermediate_size_mlp", config["intermediate_size"]))
     writer.add_head_count(config["num_attention_heads"])
     absorbs = "kv_lora_rank" in config and config["is_absorbed"]
@@ -802,6 +806,7 @@ _SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "Mpt": gguf_older.add_mpt,
     "Qwen3Next": gguf_states.add_qwen,
     "NemotronH": gguf_states.add_nemotron_h,
+    "Mamba2": gguf_states.add_mamba2,
     "FalconH1": gguf_states.add_falcon_h1,
     "Qwen3_5": gguf_states.add_qwen,
     "Qwen3_5Moe": gguf_states.add_qwen,

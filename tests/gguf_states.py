@@ -79,11 +79,13 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "falcon-h1": ("FalconH1", _FALCON),
     "falcon-h1-norms": ("FalconH1", _FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "use_bias": True}),
     "qwen3next": ("Qwen3Next", _DELTA | _EXPERTS),
     "qwen35": ("Qwen3_5", _DELTA),
     "qwen35moe": ("Qwen3_5Moe", _DELTA | _EXPERTS),
 }
 ARCHITECTURES = {
+    "Mamba2": MODEL_ARCH.MAMBA2,
     "NemotronH": MODEL_ARCH.NEMOTRON_H,
     "FalconH1": MODEL_ARCH.FALCON_H1,
     "GraniteMoeHybrid": MODEL_ARCH.GRANITE_HYBRID,
@@ -194,6 +196,7 @@ CHANGES: dict[str, Change] = {
     "Qwen3_5": _qwen3_5,
     "Qwen3_5Moe": _qwen3_5,
     "NemotronH": mamba(_nemotron),
+    "Mamba2": mamba(_nemotron),
     "FalconH1": mamba(_falcon),
 }
 
@@ -254,3 +257,13 @@ def add_falcon_h1(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_group_count(config["mamba_n_groups"])
     writer.add_ssm_inner_size(config["mamba_d_ssm"])
     writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+
+
+def add_mamba2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/mamba.py``."""
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["state_size"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_inner_size(config["expand"] * config["hidden_size"])
+    writer.add_ssm_time_step_rank(config["num_heads"])

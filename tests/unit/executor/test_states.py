@@ -257,6 +257,16 @@ def test_olmo_hybrid_as_it_is_published(tmp_path):
     assert tokens_of(*open_backend(tmp_path), prompt) == expected
 
 
+def test_blocks_without_keys_and_values_are_not_as_many_as_memory_would_hold(tmp_path):
+    make_checkpoint(tmp_path, "mamba2")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 1 << 20}))
+    _, info = open_backend(tmp_path, num_kv_blocks=0, max_num_seqs=64)
+    assert info.num_blocks == 1 << 18
+    _, info = open_backend(tmp_path, num_kv_blocks=0, block_size=2)
+    assert info.num_blocks == 1 << 19, "a longest request"
+
+
 def test_letters_name_the_kinds_of_layers_too(tmp_path):
     """As Nemotron-H is published."""
     make_model("nemotron_h").save_pretrained(tmp_path)

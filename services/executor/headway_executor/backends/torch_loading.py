@@ -49,6 +49,8 @@ from headway_proto.wording import shown
 _PARAMETERS_PER_THREAD = 16_000_000
 
 _STATES_SHARE = 0.25
+_MOST_EMPTY_BLOCKS = 1 << 18
+"""Of a model without keys and values: they only count tokens, and the scheduler has columns of them."""
 
 
 def joined(config: BackendConfig) -> RankGroup | None:
@@ -309,7 +311,7 @@ class _Places:
     def pool(self, layout: KvLayout, states: RowStates | None) -> KvPool:
         """Make it; all ranks have as many blocks. A model with ``states`` has no blocks outside: they would not suffice."""
         config, place = self.config, self.config.place
-        block_bytes = layout.block_bytes
+        model_config, block_bytes = self.settings.model_config, layout.block_bytes
         num_blocks = num_pool_blocks(
             config,
             max_model_len=self.settings.max_model_len,
@@ -317,6 +319,9 @@ class _Places:
             device=self.device,
             bytes_beside=0 if states is None else states.num_bytes,
         )
+        if not model_config.num_cached(range(model_config.num_layers)) and not config.num_kv_blocks:
+            of_one = -(-self.settings.max_model_len // config.block_size)
+            num_blocks = min(num_blocks, max(_MOST_EMPTY_BLOCKS, of_one))
         num_beside = num_host_blocks(
             swap_space_mib=config.swap_space_mib if states is None else 0,
             block_bytes=block_bytes,

@@ -47,7 +47,7 @@ from headway.gguf_import.mixtures import (
     qwen3_moe,
 )
 from headway.gguf_import.older import bloom, falcon, gpt2, mpt, starcoder
-from headway.gguf_import.states import falcon_h1, granite_hybrid, nemotron_h, qwen3_5, qwen3_next
+from headway.gguf_import.states import falcon_h1, granite_hybrid, mamba2, nemotron_h, qwen3_5, qwen3_next
 
 FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "arcee": arcee,
@@ -78,6 +78,7 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "lfm2moe": lfm2,
     "llama": llama,
     "llama4": llama4,
+    "mamba2": mamba2,
     "minimax-m2": minimax_m2,
     "mistral3": mistral3,
     "mpt": mpt,

@@ -107,6 +107,11 @@ class Metadata:
         return self.integer("attention.key_length", self.integer("embedding_length") // self.num_heads)
 
     @property
+    def attends(self) -> bool:
+        """Whether there is any attention, which a feed-forward is behind."""
+        return bool(self.integer("attention.head_count", low=0))
+
+    @property
     def num_heads(self) -> int:
         """Heads of queries."""
         return self.integer("attention.head_count")

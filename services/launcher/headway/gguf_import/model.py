@@ -39,6 +39,8 @@ def config_of(file: GgufFile) -> dict[str, object]:
     metadata = _metadata_of(file)
     family = FAMILIES[metadata.architecture](metadata)
     fields = {**_usual_fields(metadata, family), **family.fields}
+    if "intermediate_size" not in fields and metadata.attends:
+        fields["intermediate_size"] = metadata.inner_size
     if "rope_parameters" not in fields:
         fields["rope_parameters"] = metadata.rope()
     _check_widths(metadata)
@@ -103,11 +105,8 @@ def _usual_fields(metadata: Metadata, family: Family) -> dict[str, object]:
         "architectures": [family.architecture],
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": metadata.integer("embedding_length"),
-        "intermediate_size": family.fields.get("intermediate_size") or metadata.inner_size,
         "num_hidden_layers": metadata.num_layers,
-        "num_attention_heads": metadata.num_heads,
-        "num_key_value_heads": metadata.num_kv_heads,
-        "head_dim": metadata.head_dim,
+        **(_widths(metadata) if metadata.attends else {}),
         eps: metadata.number(eps_key),
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensor_names,
@@ -119,6 +118,14 @@ def _usual_fields(metadata: Metadata, family: Family) -> dict[str, object]:
     }
 
 
+def _widths(metadata: Metadata) -> dict[str, object]:
+    return {
+        "num_attention_heads": metadata.num_heads,
+        "num_key_value_heads": metadata.num_kv_heads,
+        "head_dim": metadata.head_dim,
+    }
+
+
 def _dtype_of(file: GgufFile) -> str:
     """What a GPU computes in: float16 as the scales of blocks, unless the weights do not fit it."""
     return "bfloat16" if any(file.kind(tensor) == "bf16" for tensor in file.tensor_names) else "float16"
@@ -127,7 +134,7 @@ def _dtype_of(file: GgufFile) -> str:
 def _check_widths(metadata: Metadata) -> None:
     """All of a head is rotated, and values are as wide as keys, unless the family has read these widths."""
     for key in ("rope.dimension_count", "attention.value_length"):
-        if key not in metadata.read:
+        if key not in metadata.read and key in metadata:
             metadata.refuse_unless(key, metadata.head_dim)
 
 

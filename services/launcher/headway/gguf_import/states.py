@@ -283,3 +283,30 @@ def falcon_h1(metadata: Metadata) -> Family:
         "mamba_norm_before_gate": False,
     }
     return Family("FalconH1ForCausalLM", layout, fields)
+
+
+def mamba2(metadata: Metadata) -> Family:
+    """Layers of a state alone."""
+    layout = Layout(
+        {"attn_norm": "norm"} | of_state("mixer"),
+        outside={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+        layer="backbone.layers.{}.",
+        orders=orders_of_state(),
+        bare=bare_of_state("mixer"),
+    )
+    hidden, heads, inner = (
+        metadata.integer(key) for key in ("embedding_length", "ssm.time_step_rank", "ssm.inner_size")
+    )
+    if inner % heads or inner % hidden:
+        raise metadata.refuse("ssm.inner_size", f"a multiple of {heads} and of {hidden}")
+    fields = {
+        "num_heads": heads,
+        "head_dim": inner // heads,
+        "expand": inner // hidden,
+        "state_size": metadata.integer("ssm.state_size"),
+        "n_groups": metadata.integer("ssm.group_count", 1),
+        "conv_kernel": metadata.integer("ssm.conv_kernel"),
+        "use_bias": metadata.has_tensor("blk.0.ssm_in.bias"),
+        "use_conv_bias": metadata.has_tensor("blk.0.ssm_conv1d.bias"),
+    }
+    return Family("Mamba2ForCausalLM", layout, fields, eps=("layer_norm_epsilon", RMS))
