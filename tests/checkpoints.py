@@ -503,8 +503,20 @@ GEMMA4: dict[str, object] = {
     "tie_word_embeddings": True,
 }
 
+GEMMA4_SMALL = GEMMA4 | {
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "num_key_value_heads": 1,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "pad_token_id": 1,
+}
+
 _FURTHER |= {
     "gemma4": _named("Gemma4", "Gemma4Text", final_logit_softcapping=8.0, **GEMMA4),
+    "gemma4-shared": _named("Gemma4", "Gemma4Text", **GEMMA4_SMALL),
     "gemma4-keys": _named(
         "Gemma4", "Gemma4Text", attention_k_eq_v=True, num_global_key_value_heads=1, **GEMMA4 | {"global_head_dim": 32}
     ),

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from checkpoints import DELTA, GEMMA4, randomise, small_sizes, tokenizer
+from checkpoints import DELTA, GEMMA4_SMALL, randomise, small_sizes, tokenizer
 
 _CLIP = {
     "model_type": "clip_vision_model",
@@ -65,7 +65,7 @@ _WHOLES: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
             "num_key_value_heads": 2,
             "head_dim": 8,
         },
-        _text("gemma4_text", **GEMMA4 | {"pad_token_id": 1}),
+        _text("gemma4_text", **GEMMA4_SMALL),
     ),
     "mistral3": ("Mistral3", _PIXTRAL, _MISTRAL),
     "mistral3-ministral3": (

@@ -23,7 +23,15 @@ from headway_kernels.cpu.feed_forward import DenseFeedForward
 from headway_kernels.cpu.latent import PackedLatent
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, address, made, rounded
 from headway_kernels.cpu.recurrence import PackedRecurrence
-from headway_kernels.cpu.structs import HeadsStruct, LayerStruct, NormStruct, ShapeStruct, SharedRowsStruct, StepStruct
+from headway_kernels.cpu.structs import (
+    HeadsStruct,
+    LayerInputsStruct,
+    LayerStruct,
+    NormStruct,
+    ShapeStruct,
+    SharedRowsStruct,
+    StepStruct,
+)
 
 _T = TypeVar("_T")
 
@@ -65,6 +73,27 @@ class OwnColumns:
     logits_start: int
 
 
+class LayerTable:
+    """Inputs of each layer's own; see ``decoder_structs.h``. ``table`` ``[vocab, layers * size]``, float32 or bfloat16; ``norm``
+    ``[layers, size]``, float32; both contiguous, on the CPU. ``factors`` are of the projection, of the table, of the sum.
+    """
+
+    def __init__(
+        self, projection: PackedLinear, norm: Tensor, table: Tensor, factors: tuple[float, float, float]
+    ) -> None:
+        self._kept = (projection, norm, table)
+        self.struct = LayerInputsStruct(
+            size=norm.shape[1],
+            projection=projection.handle,
+            norm=norm.data_ptr(),
+            table=table.data_ptr(),
+            is_narrow=table.dtype == torch.bfloat16,
+            projection_factor=factors[0],
+            table_factor=factors[1],
+            sum_factor=factors[2],
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderShape:
     """Sizes and variants of a model, and its tensors outside of layers.
@@ -78,7 +107,7 @@ class DecoderShape:
     ``has_gates``, ``qkv`` gives as many gates as queries, last. A rank of several says in ``own`` what it has; its
     heads are counted alone, and its embedding has ``own.hidden_columns``, or is None in a later stage. ``kv_dtype``,
     of keys and values: float32 or bfloat16. ``block_stride``: numbers from a block of a layer to its next one; None: those
-    of a layer. With ``norms_values``, a ``qk_norm`` has rows for values, too, last.
+    of a layer. ``inputs``: of each layer's own, or None. With ``norms_values``, a ``qk_norm`` has rows for values, too, last.
     """
 
     hidden_size: int
@@ -110,6 +139,7 @@ class DecoderShape:
     own: OwnColumns | None = None
     kv_dtype: torch.dtype = torch.float32
     block_stride: int | None = None
+    inputs: LayerTable | None = None
 
 
 class Rotations(NamedTuple):
@@ -129,6 +159,14 @@ class LayerHeads(NamedTuple):
     kv_layer: int
     kv_first: int = 0
     is_reading: bool = False
+
+
+class LayerInput(NamedTuple):
+    """What a layer makes of its own inputs: gates, and the way back with a norm behind it."""
+
+    gate: PackedLinear
+    back: PackedLinear
+    norm: NormWeights
 
 
 class WideRows(NamedTuple, Generic[_T]):
@@ -191,6 +229,7 @@ class LayerWeights:
     sinks: Tensor | None = None
     query_factors: Tensor | None = None
     heads: LayerHeads | None = None
+    own_input: LayerInput | None = None
     factor: float = 1.0
 
 
@@ -415,6 +454,7 @@ def _shape_struct(
         bias_stride=0 if biases is None else biases.shape[1],
         last_distance=0 if biases is None or not shape.biases_distances else biases.shape[1] - _MOST_LANES - 1,
         final_norm=_norm_struct(shape.final_norm),
+        inputs=None if shape.inputs is None else ctypes.addressof(shape.inputs.struct),
     )
 
 
@@ -439,7 +479,7 @@ def _layer_structs(library: CpuLibrary, shape: DecoderShape, layers: Sequence[La
 
 
 def _layer_struct(library: CpuLibrary, layer: LayerWeights, heads: LayerHeads) -> LayerStruct:
-    feed, state = layer.feed_forward, layer.recurrence
+    feed, state, own = layer.feed_forward, layer.recurrence, layer.own_input
     dense = feed if isinstance(feed, DenseFeedForward) else None
     return LayerStruct(
         qkv=layer.qkv.handle if isinstance(layer.qkv, PackedLinear) else None,
@@ -464,6 +504,9 @@ def _layer_struct(library: CpuLibrary, layer: LayerWeights, heads: LayerHeads) -
         experts=ctypes.addressof(feed.struct) if isinstance(feed, PackedExperts) else None,
         latent=ctypes.addressof(layer.qkv.struct) if isinstance(layer.qkv, PackedLatent) else None,
         recurrence=None if state is None else ctypes.addressof(state.struct),
+        input_gate=None if own is None else own.gate.handle,
+        input_back=None if own is None else own.back.handle,
+        input_norm=_norm_struct(None if own is None else own.norm),
         heads=HeadsStruct(
             num_kv_heads=heads.num_kv_heads,
             head_dim=library.padded_head_dim(heads.head_dim),

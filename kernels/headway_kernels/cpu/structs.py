@@ -12,6 +12,21 @@ class NormStruct(ctypes.Structure):
     _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
 
 
+class LayerInputsStruct(ctypes.Structure):
+    """``layer_inputs``."""
+
+    _fields_ = (
+        ("size", ctypes.c_int64),
+        ("projection", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("is_narrow", ctypes.c_int64),
+        ("projection_factor", ctypes.c_float),
+        ("table_factor", ctypes.c_float),
+        ("sum_factor", ctypes.c_float),
+    )
+
+
 class ShapeStruct(ctypes.Structure):
     """``decoder_shape``."""
 
@@ -53,6 +68,7 @@ class ShapeStruct(ctypes.Structure):
         ("bias_stride", ctypes.c_int64),
         ("last_distance", ctypes.c_int64),
         ("final_norm", NormStruct),
+        ("inputs", ctypes.c_void_p),
     )
 
 
@@ -95,6 +111,9 @@ class LayerStruct(ctypes.Structure):
         ("experts", ctypes.c_void_p),
         ("latent", ctypes.c_void_p),
         ("recurrence", ctypes.c_void_p),
+        ("input_gate", ctypes.c_void_p),
+        ("input_back", ctypes.c_void_p),
+        ("input_norm", NormStruct),
         ("heads", HeadsStruct),
         ("factor", ctypes.c_float),
     )

@@ -34,6 +34,7 @@ _MINIMAX_CODE = "modeling_minimax_m2.MiniMaxM2ForCausalLM"
 NAME_THETA = {
     "gemma4",
     "gemma4-keys",
+    "gemma4-shared",
     "mellum",
     "cohere2_moe",
     "cohere2_moe-sigmoid",
@@ -237,7 +238,8 @@ OTHERS_REFUSED = [
     ("Gemma4", GEMMA4 | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type"),
     ("Gemma4", GEMMA4 | {"per_layer_config": {"0": {"sliding_window": 8}}}, "per_layer_config: 0"),
     ("Gemma4", GEMMA4 | {"enable_moe_block": True}, "enable_moe_block"),
-    ("Gemma4", {}, "hidden_size_per_layer_input"),
+    ("Gemma4", GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+    ("Gemma4", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input"),
     ("Phi3", {"rope_scaling": LONG | {"short_factor": [1.0]}}, "short_factor"),
     ("Phi3", {"rope_scaling": LONG | {"short_factor": None}}, "short_factor"),
     ("Phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 1}, "original_max_position_embeddings"),

@@ -7,9 +7,10 @@
 #include <stdlib.h>
 
 /* Four products of two phases, placing, attending, two norms, activating, adding twice; experts instead of two
- * products, three products instead of one; two products, three phases of a state and adding beside attention. */
-#define PHASES_PER_LAYER (24 + EXPERT_PHASES)
-#define OTHER_PHASES 6 /* embedding, gathering, a norm, the head's product, scaling logits */
+ * products, three products instead of one; two products, three phases of a state and adding beside attention; two
+ * products, a gate and adding of a layer's own inputs. */
+#define PHASES_PER_LAYER (30 + EXPERT_PHASES)
+#define OTHER_PHASES 9 /* embedding, inputs of layers, gathering, a norm, the head's product, scaling logits */
 #define MEETINGS_PER_LAYER 6
 #define OTHER_MEETINGS 4 /* start, embedding, after moving rows, logits */
 
@@ -177,6 +178,9 @@ static void run_adding(member *self, pass *now, product of_layer, norm_weights n
     meet(self, now, MEET_HIDDEN, num_rows);
 }
 
+/* What multiplies the hidden state behind a feed-forward: it may not be the last to add to that. */
+static float factor_behind(const layer_weights *layer) { return layer->input_gate == NULL ? layer->factor : 1.0f; }
+
 /* Products that activate by themselves pack their results at once as the next inputs, unless these must be quantised,
  * which needs whole rows, as adapters do, or other ranks have parts of them. */
 static void run_feed_forward(member *self, pass *now, int64_t num_tokens, const linear *next) {
@@ -205,12 +209,73 @@ static void run_feed_forward(member *self, pass *now, int64_t num_tokens, const 
                               of->strides.activations, no_norm, ADD, NULL, 0);
     if (packs) down.inputs.tiles = of->rows.activations;
     down.adapters = adapters_of(now, SITE_DOWN);
-    run_adding(self, now, down, layer->mlp_post_norm, layer->factor, next);
+    run_adding(self, now, down, layer->mlp_post_norm, factor_behind(layer), next);
 }
 
 /* Whether the feed-forward's input lies normalised in the workspace. */
 static int reads_normed(const decoder_shape *shape, const layer_weights *layer) {
     return shape->is_parallel || (shape->norm_kind != NORM_RMS && layer->mlp_norm.weight != NULL);
+}
+
+/* ---- inputs of each layer's own ---- */
+
+static float number_of(const void *table, int64_t is_narrow, int64_t index) {
+    if (!is_narrow) return ((const float *)table)[index];
+    const uint32_t wide = (uint32_t)((const uint16_t *)table)[index] << 16;
+    float number;
+    memcpy(&number, &wide, sizeof number);
+    return number;
+}
+
+static void layer_inputs_task(void *work, int64_t token) {
+    const pass *now = work;
+    const decoder *of = now->of;
+    const layer_inputs *inputs = of->shape.inputs;
+    const int64_t columns = of->shape.num_layers * inputs->size;
+    const int64_t first = now->step->token_ids[token] * columns;
+    float *row = of->space.layer_inputs + token * of->strides.layer_inputs;
+    scale_row(row, columns, inputs->projection_factor, 0.0f);
+    normalise_heads(row, of->shape.num_layers, inputs->size, inputs->size, inputs->norm, of->shape.norm_eps, 0);
+    for (int64_t i = 0; i < columns; i++)
+        row[i] = (row[i] + number_of(inputs->table, inputs->is_narrow, first + i) * inputs->table_factor) *
+                 inputs->sum_factor;
+}
+
+/* Of all tokens, for all layers. */
+static void make_layer_inputs(member *self, pass *now) {
+    const decoder *of = now->of;
+    const rms_norm no_norm = {0};
+    product projection =
+        product_of(&of->space.products, of->shape.inputs->projection, now->step->num_tokens, of->rows.hidden,
+                   of->strides.hidden, no_norm, STORE, of->space.layer_inputs, of->strides.layer_inputs);
+    run_product(self, &projection, NULL);
+    team_phase(self, layer_inputs_task, now, now->step->num_tokens);
+}
+
+/* A layer's own inputs stand beside the gates, as ups do. */
+static void gate_input_task(void *work, int64_t row) {
+    const pass *now = work;
+    const decoder *of = now->of;
+    const int64_t size = of->shape.inputs->size, layer = now->layer - of->layers;
+    const int64_t token = now->attending == of->space.sampled_tiles ? now->step->sampled[row] : row;
+    float *gates = of->space.gate_up + row * of->strides.gate_up;
+    memcpy(gates + size, of->space.layer_inputs + token * of->strides.layer_inputs + layer * size,
+           (size_t)size * sizeof *gates);
+    activate_row((enum activation)now->layer->activation, 1, NULL, gates, size,
+                 of->rows.activations + row * of->strides.activations);
+}
+
+static void run_layer_input(member *self, pass *now, int64_t num_tokens, const linear *next) {
+    const decoder *of = now->of;
+    const layer_weights *layer = now->layer;
+    const rms_norm no_norm = {0};
+    product gate = product_of(&of->space.products, layer->input_gate, num_tokens, of->rows.hidden, of->strides.hidden,
+                              no_norm, STORE, of->space.gate_up, of->strides.gate_up);
+    run_product(self, &gate, layer->input_back);
+    team_phase(self, gate_input_task, now, num_tokens);
+    product back = product_of(&of->space.products, layer->input_back, num_tokens, of->rows.activations,
+                              of->strides.activations, no_norm, ADD, NULL, 0);
+    run_adding(self, now, back, layer->input_norm, layer->factor, next);
 }
 
 /* A `meet` of experts. */
@@ -232,21 +297,9 @@ static void run_output(member *self, pass *now, const linear *with, enum site si
     run_adding(self, now, output, now->layer->attention_post_norm, 1.0f, next);
 }
 
-/* Attention and feed-forward of the attending tokens of `now`. */
-static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const linear *next) {
+static void run_layer_experts(member *self, pass *now, int64_t num_tokens) {
     const decoder *of = now->of;
     const layer_weights *layer = now->layer;
-    const linear *behind = layer->experts == NULL ? layer->gate_up : layer->experts->router;
-    if (attends(layer))
-        run_output(self, now, layer->output, SITE_OUTPUT, of->rows.attended, num_tokens,
-                   layer->recurrence == NULL ? behind : layer->state_output);
-    if (layer->recurrence != NULL)
-        run_output(self, now, layer->state_output, SITE_STATE_OUTPUT, results_of_state(now), num_tokens, behind);
-    if (behind == NULL) return;
-    if (layer->experts == NULL) {
-        run_feed_forward(self, now, num_tokens, next);
-        return;
-    }
     /* Experts normalise what they read by root mean squares alone, and add to where they read. */
     const int normed = reads_normed(&of->shape, layer);
     if (normed && !of->shape.is_parallel) normalise_hidden(self, now, layer->mlp_norm, num_tokens);
@@ -259,16 +312,33 @@ static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const
                              .hidden_start = of->shape.hidden_start,
                              .meet = meet_experts,
                              .context = now};
-    const int beside = normed || layer->factor != 1.0f || adds_beside(now, layer->mlp_post_norm);
+    const int beside = normed || factor_behind(layer) != 1.0f || adds_beside(now, layer->mlp_post_norm);
     if (beside) part.added = of->space.added;
     if (now->step->most_expert_rank > 0) part.adapters = adapters_of(now, SITE_ROUTER);
     run_experts(self, now->expert_space, layer->experts, layer - of->layers,
                 normed ? of->space.normed : of->rows.hidden, of->strides.hidden, num_tokens, norm, &part);
     if (beside) {
-        row_phase phase = {now, layer->mlp_post_norm, layer->factor};
+        row_phase phase = {now, layer->mlp_post_norm, factor_behind(layer)};
         team_phase(self, add_task, &phase, num_tokens);
     }
     meet(self, now, MEET_HIDDEN, num_tokens);
+}
+
+/* Attention and feed-forward of the attending tokens of `now`. */
+static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const linear *next) {
+    const decoder *of = now->of;
+    const layer_weights *layer = now->layer;
+    const linear *behind = layer->experts == NULL ? layer->gate_up : layer->experts->router;
+    if (attends(layer))
+        run_output(self, now, layer->output, SITE_OUTPUT, of->rows.attended, num_tokens,
+                   layer->recurrence == NULL ? behind : layer->state_output);
+    if (layer->recurrence != NULL)
+        run_output(self, now, layer->state_output, SITE_STATE_OUTPUT, results_of_state(now), num_tokens, behind);
+    if (layer->experts != NULL)
+        run_layer_experts(self, now, num_tokens);
+    else if (behind != NULL)
+        run_feed_forward(self, now, num_tokens, layer->input_gate == NULL ? next : layer->input_gate);
+    if (layer->input_gate != NULL) run_layer_input(self, now, num_tokens, next);
 }
 
 /* Queries, keys and values by way of compressed rows. A product writes whole panels, so queries come first: keys follow
@@ -365,6 +435,7 @@ static void run_step(void *work, member *self) {
     meet(self, &now, MEET_START, now.step->num_tokens);
     team_phase(self, embed_task, &now, of->space.num_attention_tiles);
     meet(self, &now, MEET_HIDDEN, now.step->num_tokens);
+    if (of->shape.inputs != NULL) make_layer_inputs(self, &now);
     now.num_members = team_size(self->of);
     now.attending = of->space.attention_tiles;
     now.num_attending = of->space.num_attention_tiles;
@@ -395,6 +466,13 @@ static void need(decoder *of, const layer_weights *layer, const attention_shape 
     of->strides.needs_added |= shape->residual_factor != 1.0f || layer->factor != 1.0f ||
                                layer->attention_post_norm.weight != NULL || layer->mlp_post_norm.weight != NULL ||
                                (layer->experts != NULL && reads_normed(shape, layer));
+    if (layer->input_gate != NULL) {
+        const int64_t size = round_up(layer->input_gate->outputs, PANEL);
+        of->strides.gate_up = larger_of(of->strides.gate_up, size + layer->input_gate->outputs);
+        of->strides.activations = larger_of(of->strides.activations, size);
+        of->strides.layer_inputs = round_up(shape->inputs->projection->outputs, PANEL);
+        of->strides.needs_added = 1;
+    }
     if (layer->recurrence != NULL) {
         const int64_t before = attends(layer) ? qkv_columns(shape, attention) : 0;
         const int64_t heads = attends(layer) ? shape->all_heads * attention->head_dim : 0;
@@ -436,7 +514,7 @@ decoder *headway_decoder_new(const decoder_shape *shape, const layer_weights *la
         need(made, &layers[i], &made->attentions[i]);
     }
     made->strides.widest_input = larger_of(larger_of(shape->hidden_size, made->strides.attended),
-                                           larger_of(shape->intermediate_size, made->strides.compressed));
+                                           larger_of(made->strides.activations, made->strides.compressed));
     return made;
 }
 

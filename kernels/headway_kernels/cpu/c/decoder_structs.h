@@ -18,6 +18,20 @@
 #include "recurrence.h"
 #include "rows.h"
 
+/* Inputs of each layer's own: of a token, `size` numbers for each of the layers. They are the sum of what `projection`
+ * makes of its embedding, times its factor and normalised with `norm`, [layers, size], and of a row of `table`,
+ * [vocab, layers * size], float32 or bfloat16 if it `is_narrow`, times its factor; the sum has one, too. */
+typedef struct {
+    int64_t size;
+    linear *projection;
+    const float *norm;
+    const void *table;
+    int64_t is_narrow;
+    float projection_factor;
+    float table_factor;
+    float sum_factor;
+} layer_inputs;
+
 /* A rank of several has some columns of each wide row: of the hidden state, the attended values, the activations and
  * the logits. It computes these for all tokens, from inputs of whole rows, so that each number has the same bits as
  * without ranks. Columns start at a multiple of the panels of the product that writes them. A rank that is alone has
@@ -61,6 +75,7 @@ typedef struct {
     int64_t bias_stride;
     int64_t last_distance;
     norm_weights final_norm;
+    const layer_inputs *inputs; /* or NULL */
 } decoder_shape;
 
 static inline attention_shape attention_shape_of(const decoder_shape *shape) {
@@ -135,6 +150,9 @@ typedef struct {
     const expert_layer *experts;  /* or NULL; with them, there is no `gate_up` and no `down` */
     const latent_weights *latent; /* or NULL; with them, there is no `qkv` */
     const recurrence *recurrence; /* or NULL */
+    linear *input_gate;           /* of the layer's own inputs, if the model has any: gates, [size, hidden] */
+    linear *input_back;           /* their way back, [hidden, size], and a norm behind it */
+    norm_weights input_norm;
     layer_heads heads;
     float factor;
 } layer_weights;

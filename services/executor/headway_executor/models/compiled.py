@@ -47,6 +47,8 @@ from headway_kernels.cpu.decoder import (
     Decoder,
     DecoderShape,
     LayerHeads,
+    LayerInput,
+    LayerTable,
     LayerWeights,
     NormKind,
     NormWeights,
@@ -108,7 +110,12 @@ def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> 
     if any(recurrence.taps > MOST_TAPS for recurrence in config.recurrences(range(config.num_layers))):
         return f"convolutions of more than {MOST_TAPS} tokens"
     every = frozenset(Feature) - {Feature.HEAD_LAYER_NORM, Feature.LATENT_EXPERTS}
-    return lacking(config, every if place.tensor_parallel == 1 else every - {Feature.POST_NORM, Feature.UNEVEN_LAYERS})
+    return lacking(
+        config,
+        every
+        if place.tensor_parallel == 1
+        else every - {Feature.POST_NORM, Feature.UNEVEN_LAYERS, Feature.LAYER_INPUTS},
+    )
 
 
 def part_for(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> ModelPart:
@@ -218,6 +225,7 @@ def load_compiled(
         head_dim=config.head_dim,
         block_size=block_size,
         block_stride=layout.block.shape[0],
+        inputs=loader.inputs(),
         norm_eps=config.norm.eps,
         score_scale=attention.scale,
         embedding=None if embedding is None else embedding.result(),
@@ -339,8 +347,30 @@ class _Loader:
             window=layer.window,
             sinks=None if sinks is None else _float32(sinks),
             heads=self._kv_heads(index),
+            own_input=self._own_input(index),
             factor=1.0 if factor is None else float(factor),
         )
+
+    def inputs(self) -> LayerTable | None:
+        """Of each layer's own, if there are any."""
+        inputs, config, tensors = self._config.layer_inputs, self._config, self._tensors.layer_inputs()
+        if inputs is None or tensors is None:
+            return None
+        stored = tensors.table()
+        is_narrow = self._dtype == torch.bfloat16 or is_exact_in_bfloat16(stored)
+        return LayerTable(
+            self._linear(tensors.projection(), None),
+            _float32(tensors.norm()).expand(config.num_layers, -1).contiguous(),
+            copy_of_table(stored, torch.bfloat16 if is_narrow else torch.float32),
+            (config.hidden_size**-0.5, inputs.size**0.5, 2**-0.5),
+        )
+
+    def _own_input(self, index: int) -> LayerInput | None:
+        tensors = self._tensors.layer_inputs()
+        if tensors is None:
+            return None
+        gate, back, norm = tensors.of_layer(index)
+        return LayerInput(self._linear(gate, None), self._linear(back, None), NormWeights(_float32(norm)))
 
     def _kv_heads(self, index: int) -> LayerHeads | None:
         place, attention = self._places[index], self._config.attention_of(index)

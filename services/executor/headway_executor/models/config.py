@@ -318,6 +318,28 @@ class LayerNormNames(msgspec.Struct, frozen=True, kw_only=True):
     mlp_post: str | None = None
 
 
+class LayerInputNames(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of tensors; those from ``gate`` on follow a layer's prefix."""
+
+    table: str = "model.embed_tokens_per_layer.weight"
+    projection: str = "model.per_layer_model_projection"
+    norm: str = "model.per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    back: str = "per_layer_projection"
+    post_norm: str = "post_per_layer_input_norm"
+
+
+class LayerInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """Each token has ``size`` numbers for each layer: a row of a table with ``vocab_size`` rows, times ``sqrt(size)``, and what
+    a projection makes of its embedding. Behind the feed-forward, a layer multiplies its numbers by a gate of the hidden
+    state, and adds what it projects from these.
+    """
+
+    size: int
+    vocab_size: int
+    names: LayerInputNames = LayerInputNames()
+
+
 class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names in the checkpoint; those below ``layer`` follow its prefix.
 
@@ -388,6 +410,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_sinusoids: bool = False
     scalings: Scalings = Scalings()
     multipliers: Multipliers = Multipliers()
+    layer_inputs: LayerInputs | None = None
     names: TensorNames = TensorNames()
     tie_word_embeddings: bool
     has_head: bool = True

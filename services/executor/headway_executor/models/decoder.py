@@ -66,6 +66,40 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerTable:
+    """The inputs of each layer's own: ``words`` ``[vocab, layers * size]``, and a projection of embeddings, behind which the
+    ``norm`` is over ``size``.
+    """
+
+    words: Tensor
+    projection: Product
+    norm: Product
+    size: int
+
+    def __call__(self, token_ids: Tensor, embeddings: Tensor) -> Tensor:
+        """``[tokens, layers, size]``, of int64 ``[tokens]`` and ``[tokens, hidden]``."""
+        projected = self.projection(embeddings).mul_(embeddings.shape[1] ** -0.5).view(len(token_ids), -1, self.size)
+        words = functional.embedding(token_ids, self.words).mul_(self.size**0.5).view_as(projected)
+        return self.norm(projected).add_(words).mul_(2**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """What a layer makes of its own inputs, those with the number ``index``."""
+
+    index: int
+    gate: Product
+    activation: Activation
+    back: Product
+    post_norm: Product
+
+    def add_to(self, hidden: Tensor, inputs: Tensor) -> None:
+        """``hidden`` is changed in place; ``inputs`` of all layers."""
+        gates = ACTIVATIONS[self.activation](self.gate(hidden))
+        hidden.add_(self.post_norm(self.back(gates.mul_(inputs[:, self.index]))))
+
+
+@dataclass(frozen=True, slots=True)
 class RmsNorm:
     """Root mean square normalisation in float32 (Zhang & Sennrich 2019, arXiv 1910.07467).
 
@@ -135,6 +169,8 @@ class StepPlan:
     attention: AttentionPlan
     states: RowStates | None
     spans: Sequence[StateSpan]
+    layer_inputs: Tensor | None = None
+    """``[tokens, layers, size]``, of a model that has some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +285,7 @@ class DecoderLayer:
     residual: float
     is_parallel: bool
     norms_sums: bool
+    own_input: LayerInput | None = None
     factor: Tensor | None = None
 
     def __call__(self, hidden: Tensor, rotations: Rotations, plan: StepPlan) -> None:
@@ -261,6 +298,8 @@ class DecoderLayer:
         if self.feed_forward is not None:
             made = self.feed_forward(_normed(self.mlp_norm, hidden) if inputs is None else inputs)
             _add(self, hidden, made, self.mlp_post_norm)
+        if self.own_input is not None and plan.layer_inputs is not None:
+            self.own_input.add_to(hidden, plan.layer_inputs)
         if self.factor is not None:
             hidden.mul_(self.factor)
 
@@ -285,6 +324,7 @@ class Decoder:
     final_norm: Product | None
     head: Product | None
     biases: ScoreBiases | None = None
+    table: LayerTable | None = None
     logits_factor: float = 1.0
     logits_softcap: float | None = None
 

@@ -26,7 +26,9 @@ from headway_executor.models.decoder import (
     Embedding,
     FeedForward,
     HeadLayerNorms,
+    LayerInput,
     LayerNorm,
+    LayerTable,
     Product,
     Recurrent,
     RmsNorm,
@@ -109,10 +111,12 @@ class EagerModel:
         columns = np.stack([rows.numbers[ordered.order][token_rows], positions])
         store_rows, store_positions = torch.from_numpy(columns).to(device).unbind(0)
         attention = AttentionPlan(self.pool, ordered, slots, store_positions, self._dtype, self._decoder.biases)
-        plan = StepPlan(attention, self.states, self._spans(rows, ordered, device))
         if self._step_adapters is not None:
             self._step_adapters.begin(columns[0], device)
-        hidden = self._begin(token_ids[store_rows, store_positions], store_positions)
+        words = token_ids[store_rows, store_positions]
+        hidden, table = self._begin(words, store_positions), self._decoder.table
+        inputs = None if table is None else table(words, hidden)
+        plan = StepPlan(attention, self.states, self._spans(rows, ordered, device), inputs)
         self._decoder.run_layers(hidden, store_positions, plan)
         return hidden, torch.from_numpy(_places_in_order(rows, ordered)[rows.wanted]).to(device)
 
@@ -164,6 +168,7 @@ def load_eager(
         final_norm=None if final_norm is None else loader.norm(final_norm),
         head=loader.head() if part.place.is_last_stage and config.has_head else None,
         biases=None if biases is None else loader.biases(biases),
+        table=loader.table(),
         logits_factor=config.scalings.logits,
         logits_softcap=config.scalings.logits_softcap,
     )
@@ -208,8 +213,26 @@ class _Loader:
             residual=config.scalings.residual,
             is_parallel=config.is_parallel,
             norms_sums=config.norms_sums,
+            own_input=self._own_input(index),
             factor=None if factor is None else placed(factor, self._dtype, self._device),
         )
+
+    def table(self) -> LayerTable | None:
+        """Of the inputs of each layer's own, which every rank has whole."""
+        inputs, tensors = self._config.layer_inputs, self.tensors.layer_inputs()
+        if inputs is None or tensors is None:
+            return None
+        words = placed(tensors.table(), self._dtype, self._device)
+        return LayerTable(words, self._linear(tensors.projection(), None), self._rms_norm(tensors.norm()), inputs.size)
+
+    def _own_input(self, index: int) -> LayerInput | None:
+        tensors = self.tensors.layer_inputs()
+        if tensors is None:
+            return None
+        gate, back, norm = tensors.of_layer(index)
+        activation = self._config.layers[index].feed_forward.activation
+        ways = (self._linear(gate, None), activation, self._linear(back, None))
+        return LayerInput(index, *ways, self._rms_norm(norm))
 
     def embedding(self, num_positions: int) -> Embedding:
         """Of this part."""

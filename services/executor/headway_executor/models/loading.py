@@ -28,6 +28,7 @@ from headway_executor.models.config import (
 from headway_executor.models.expert_tensors import ExpertTensors, expert_shapes, stacked_names
 from headway_executor.models.fused_heads import by_block, by_group
 from headway_executor.models.latent_tensors import LatentTensors, latent_shapes
+from headway_executor.models.layer_input_tensors import LayerInputTensors, layer_input_shapes, own_input_shapes
 from headway_executor.models.part import ModelPart, whole
 from headway_executor.models.recurrent_tensors import RecurrentTensors, recurrent_shapes, times
 from headway_executor.models.rope import sinusoids
@@ -67,6 +68,7 @@ def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[s
     if names.projections is not None:
         first, last = names.projections
         expected |= {f"{first}.weight": (config.hidden_size, width), f"{last}.weight": (width, config.hidden_size)}
+    expected |= dict(layer_input_shapes(config))
     if config.has_head_bias:
         expected[_bias_of(pair[1])] = (config.vocab_size,)
     for index in range(config.num_layers):
@@ -109,7 +111,8 @@ def _named_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConfig
     if not config.names.is_part and config.names.embedding not in stored and bare.embedding in stored:
         has_head = config.tie_word_embeddings or any(name in stored for name in bare.heads)
         is_tied = config.tie_word_embeddings or not has_head
-        config = msgspec.structs.replace(config, names=bare, has_head=has_head, tie_word_embeddings=is_tied)
+        config = _with_names(config, bare, lambda name: name.removeprefix(decoder))
+        config = msgspec.structs.replace(config, has_head=has_head, tie_word_embeddings=is_tied)
     return _turned_as_stored(config, stored)
 
 
@@ -128,6 +131,18 @@ def _renamed(names: TensorNames, change: Callable[[str], str]) -> TensorNames:
         final_norm=changed(names.final_norm),
         layer=change(names.layer),
     )
+
+
+def _with_names(config: ModelConfig, names: TensorNames, change: Callable[[str], str]) -> ModelConfig:
+    """The model with these ``names``, where ``change`` gives those of what is in its decoder alone."""
+    inputs = config.layer_inputs
+    if inputs is not None:
+        own = inputs.names
+        moved = msgspec.structs.replace(
+            own, table=change(own.table), projection=change(own.projection), norm=change(own.norm)
+        )
+        config = msgspec.structs.replace(config, layer_inputs=msgspec.structs.replace(inputs, names=moved))
+    return msgspec.structs.replace(config, names=names)
 
 
 def _turned_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConfig:
@@ -175,9 +190,10 @@ def _placed_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfi
         moved = msgspec.structs.replace(moved, heads=tuple(of_head + head for head in names.heads))
         if moved.embedding in stored or f"{moved.final_norm}.weight" in stored:
             names = moved
+            config = _with_names(config, moved, lambda name, decoder=decoder: name.replace(_DECODER, decoder, 1))  # type: ignore[misc]
             break
     is_tied = config.tie_word_embeddings or not any(head in stored for head in names.heads)
-    return msgspec.structs.replace(config, names=names, tie_word_embeddings=is_tied)
+    return msgspec.structs.replace(config, tie_word_embeddings=is_tied)
 
 
 def _stacked_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConfig:
@@ -270,6 +286,7 @@ def _layer_tensors(config: ModelConfig, index: int) -> _Shapes:
         yield from _norm_tensors(config, str(name))
     if config.names.layer_factor is not None:
         yield config.names.layer_factor, (1,)
+    yield from own_input_shapes(config)
 
 
 def _attention_tensors(config: ModelConfig, index: int) -> _Shapes:
@@ -545,6 +562,13 @@ class ModelTensors:
         """``[1]``: what multiplies the hidden state behind a layer, or None."""
         return None if self._names.layer_factor is None else self._read(index, self._names.layer_factor)
 
+    def layer_inputs(self) -> LayerInputTensors | None:
+        """Of the inputs that layers have of their own, which every part has whole; or None."""
+        inputs, read = self._config.layer_inputs, self._checkpoint.read
+        if inputs is None:
+            return None
+        return LayerInputTensors(inputs, self._names.layer, lambda name: self._here(read(name)))
+
     def qkv(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[(heads + 2 * kv_heads) * head_dim, hidden]``, and bias: queries, keys, values, and gates of as many heads; queries
         alone of a layer that reads the keys of another.
@@ -559,7 +583,7 @@ class ModelTensors:
 
     def output(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[own_hidden, all heads * head_dim]``, and bias."""
-        heads = self._channels(index, self._part.heads)
+        heads = _channels(self._config, index, self._part.heads)
         weight, bias = self._back(index, self._names.output, heads, has_bias=self._config.attention.output_bias)
         return times(weight, self._config.multipliers.output), bias
 
@@ -632,7 +656,7 @@ class ModelTensors:
             return torch.cat([self._head_norms(index, *pair) for pair in pairs])
         norms = []
         for name, own in pairs:
-            weight = self._offset(self._read(index, f"{name}.weight"))
+            weight = _offset(self._config.norm, self._read(index, f"{name}.weight"))
             by_head = self._reordered(index, weight).view(-1, attention.head_dim)
             norms.append(by_head.expand(len(own), -1))
         if attention.norms_values and layer.keys_of is None:
@@ -658,14 +682,10 @@ class ModelTensors:
 
     def _norm(self, name: str) -> NormTensors:
         if self._config.norm.has_weight:
-            weight = self._offset(self._read_named(f"{name}.weight"))
+            weight = _offset(self._config.norm, self._read_named(f"{name}.weight"))
         else:
             weight = self._here(torch.ones(self._config.hidden_size))
         return NormTensors(weight, self._read_named(f"{name}.bias") if self._config.norm.has_bias else None)
-
-    def _offset(self, weight: Tensor) -> Tensor:
-        offset = self._config.norm.offset
-        return weight.float() + offset if offset else weight
 
     def _read(self, index: int, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
         return self._read_named(self._name(index, name), rows, columns)
@@ -708,8 +728,8 @@ class ModelTensors:
 
     def _qkv(self, index: int, kind: str) -> list[Tensor]:
         attention, modules = self._config.attention_of(index), qkv_names(self._config, index)
-        heads = self._channels(index, self._part.heads)
-        kv_heads = self._channels(index, self._part.kv_heads_of(attention.num_kv_heads))
+        heads = _channels(self._config, index, self._part.heads)
+        kv_heads = _channels(self._config, index, self._part.kv_heads_of(attention.num_kv_heads))
         apart: list[Tensor] = []
         if len(modules) < len(self._names.qkv):  # No values, or neither these nor keys.
             owns = (heads, kv_heads)[: len(modules)]
@@ -758,10 +778,6 @@ class ModelTensors:
 
         return [read(wanted) for wanted in rows]
 
-    def _channels(self, index: int, heads: range) -> range:
-        head_dim = self._config.attention_of(index).head_dim
-        return range(heads.start * head_dim, heads.stop * head_dim)
-
     def _reordered(self, index: int, heads: Tensor) -> Tensor:
         """``heads`` is ``[heads * head_dim, ...]``."""
         attention = self._config.attention_of(index)
@@ -770,6 +786,15 @@ class ModelTensors:
             return heads
         by_head = heads.reshape(-1, attention.head_dim, *heads.shape[1:])
         return by_head[:, order].flatten(0, 1)
+
+
+def _channels(config: ModelConfig, index: int, heads: range) -> range:
+    head_dim = config.attention_of(index).head_dim
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _offset(norm: NormConfig, weight: Tensor) -> Tensor:
+    return weight.float() + norm.offset if norm.offset else weight
 
 
 def _order_of(channel_order: ChannelOrder, attention: AttentionConfig, device: torch.device | None) -> Tensor:

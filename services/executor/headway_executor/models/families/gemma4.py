@@ -9,6 +9,7 @@ from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import (
     AttentionConfig,
     LayerConfig,
+    LayerInputs,
     ModelConfig,
     NormConfig,
     RopeConfig,
@@ -43,14 +44,18 @@ def read_gemma4(fields: ConfigFields) -> ModelConfig:
     """``Gemma4ForCausalLM``. Tokens of pictures may see each other; those of a text do not."""
     if fields.values.get("use_bidirectional_attention") != "vision":
         refuse_unless(fields, "use_bidirectional_attention", None)
-    kinds, sharing = _kinds_of(fields), fields.integer("num_kv_shared_layers", 0, low=0)
-    attention = _attention_of(fields)
+    kinds = _kinds_of(fields)
+    sources = _sources_of(fields, kinds)
+    attention, inputs = _attention_of(fields), _layer_inputs_of(fields)
     layers = [_attention_of(_of_layer(fields, index, kind)) for index, kind in enumerate(kinds)]
+    feed = read_feed_forward(fields, field="hidden_activation", default="gelu_pytorch_tanh", size=9216)
+    wide = msgspec.structs.replace(feed, intermediate_size=2 * feed.intermediate_size)
+    is_wider = fields.flag("use_double_wide_mlp", default=False)
     model = read_model(
         fields,
         default_context=_CONTEXT,
         attention=attention,
-        feed_forward=read_feed_forward(fields, field="hidden_activation", default="gelu_pytorch_tanh", size=9216),
+        feed_forward=[wide if source is not None and is_wider else feed for source in sources],
         norm=NormConfig(eps=fields.number("rms_norm_eps", 1e-6)),
         windows=windows_of(fields, kinds, fields.integer("sliding_window", _WINDOW)),
         ropes=_ropes_of(fields, kinds),
@@ -62,13 +67,30 @@ def read_gemma4(fields: ConfigFields) -> ModelConfig:
         tied=True,
     )
     refuse_unless(fields, "enable_moe_block", False)
-    if sharing or fields.integer("hidden_size_per_layer_input", 256, low=0):
-        raise fields.refuse("hidden_size_per_layer_input", "0, and num_kv_shared_layers 0")
     uneven = [
-        _uneven(fields, layer, kind, own, attention)
-        for layer, kind, own in zip(model.layers, kinds, layers, strict=True)
+        msgspec.structs.replace(_uneven(fields, layer, kind, own, attention), keys_of=source)
+        for layer, kind, own, source in zip(model.layers, kinds, layers, sources, strict=True)
     ]
-    return msgspec.structs.replace(model, layers=tuple(uneven))
+    for layer in uneven:
+        if layer.keys_of is not None and layer.attention != uneven[layer.keys_of].attention:
+            raise fields.refuse("per_layer_config", "layers that share keys and values alike")
+    return msgspec.structs.replace(model, layers=tuple(uneven), layer_inputs=inputs)
+
+
+def _layer_inputs_of(fields: ConfigFields) -> LayerInputs | None:
+    size = fields.integer("hidden_size_per_layer_input", 256, low=0)
+    return LayerInputs(size=size, vocab_size=fields.integer("vocab_size_per_layer_input", 262_144)) if size else None
+
+
+def _sources_of(fields: ConfigFields, kinds: Sequence[str]) -> list[int | None]:
+    """The last layers read the keys and values of the last one before them of their kind."""
+    first = len(kinds) - fields.integer("num_kv_shared_layers", 0, low=0, high=len(kinds))
+    sources: list[int | None] = [None] * first
+    for kind in kinds[first:]:
+        if kind not in kinds[:first]:
+            raise fields.refuse("num_kv_shared_layers", f"fewer, so that a layer of {kind} has keys to share")
+        sources.append(max(index for index in range(first) if kinds[index] == kind))
+    return sources
 
 
 def _uneven(
