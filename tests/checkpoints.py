@@ -503,6 +503,14 @@ GEMMA4: dict[str, object] = {
     "tie_word_embeddings": True,
 }
 
+GEMMA4_EXPERTS = GEMMA4 | {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 20,
+}
 GEMMA4_SMALL = GEMMA4 | {
     "layer_types": ["sliding_attention", "full_attention"] * 3,
     "num_hidden_layers": 6,
@@ -593,6 +601,7 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 _ON_OPERATORS: dict[str, Callable[[], PreTrainedModel]] = {
+    "gemma4-experts": _named("Gemma4", "Gemma4Text", **GEMMA4_EXPERTS),
     "cohere-norms": _named("Cohere", logit_scale=0.5, tie_word_embeddings=True, use_qk_norm=True),
     "nemotron_h-latent": _named("NemotronH", moe_latent_size=24, **_NEMOTRON_H),
     "persimmon": _named("Persimmon", rope_parameters=_HALF_ROPE, **_OLD),
@@ -629,7 +638,9 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
             elif buffer_name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):
+            if parameter_name.endswith((".router.scale", ".per_expert_scale")):
+                parameter.uniform_(0.6, 1.6)
+            elif parameter_name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
             elif "norm" in parameter_name or ".ln_" in parameter_name:
                 # Gemma up to 3 and Nemotron add 1 to the weight.

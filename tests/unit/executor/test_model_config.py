@@ -237,7 +237,7 @@ OTHERS_REFUSED = [
     ("Gemma4", GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
     ("Gemma4", GEMMA4 | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type"),
     ("Gemma4", GEMMA4 | {"per_layer_config": {"0": {"sliding_window": 8}}}, "per_layer_config: 0"),
-    ("Gemma4", GEMMA4 | {"enable_moe_block": True}, "enable_moe_block"),
+    ("Gemma4", GEMMA4 | {"enable_moe_block": True, "num_experts": 4}, "top_k_experts"),
     ("Gemma4", GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
     ("Gemma4", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input"),
     ("Phi3", {"rope_scaling": LONG | {"short_factor": [1.0]}}, "short_factor"),

@@ -195,6 +195,20 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.channels * (self.taps - 1) + self.num_heads * self.key_dim * self.value_dim
 
 
+class ExpertNorms(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of the norms of a layer whose router, chosen experts and shared one each normalise the hidden state by themselves,
+    and what they give: then there is no norm before such a feed-forward. ``router`` is that of the router's scales, which are
+    times ``hidden_size ** -0.5``; ``weights`` that of factors on the weight of each expert.
+    """
+
+    router: str
+    weights: str
+    experts: str
+    experts_post: str
+    shared: str
+    shared_post: str
+
+
 class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names of tensors behind a layer's prefix; ``gate_up`` and ``down`` follow the prefix of an expert.
 
@@ -213,6 +227,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     shared_down: str = "down_proj"
     shared_gate: str | None = None
     latent: tuple[str, str] = ("", "")
+    norms: ExpertNorms | None = None
     stacks: tuple[str, str] | None = None
 
 

@@ -4,7 +4,9 @@ Owns: building the decoder, from ids to hidden state. Must not know: files, how 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +37,7 @@ from headway_executor.models.decoder import (
     SpanNorms,
     StepPlan,
 )
-from headway_executor.models.expert_tensors import ExpertTensors
+from headway_executor.models.expert_tensors import ExpertTensors, NormsOfExperts
 from headway_executor.models.experts import Experts
 from headway_executor.models.forward import StepRows
 from headway_executor.models.kv_layout import KvPlace
@@ -368,7 +370,7 @@ class _Loader:
         correction, shared, shared_gate = tensors.correction(), tensors.shared(), tensors.shared_gate()
         latent = tensors.latent()
         sites = (AdapterSite.EXPERTS_IN, AdapterSite.EXPERTS_OUT)
-        around = {
+        around: dict[str, Any] = {
             name: self._adapted(self._linear(weight, None), place, site)
             for name, weight, site in zip(("compress", "expand"), latent or (), sites, strict=False)
         }
@@ -376,7 +378,7 @@ class _Loader:
         products = [
             self._of_expert(place, tensors.expert(number), number) for number in range(config.routing.num_experts)
         ]
-        return Experts(
+        made = Experts(
             routing=config.routing,
             router=self._adapted(self._linear(*tensors.router()), place, AdapterSite.ROUTER),
             experts=tuple(FeedForward(up, feed.activation, feed.is_gated, down) for up, down in products),
@@ -389,6 +391,20 @@ class _Loader:
             else self._adapted(self._linear(shared_gate, None), place, AdapterSite.SHARED_GATE),
             begin=None if self._adapters is None else self._adapters.begin_experts,
             **around,
+        )
+        norms = tensors.norms()
+        return made if norms is None else self._with_norms(made, norms)
+
+    def _with_norms(self, experts: Experts, norms: NormsOfExperts) -> Experts:
+        """Where each part normalises the hidden state by itself."""
+        assert experts.shared is not None
+        return replace(
+            experts,
+            router=InTurn((self._rms_norm(norms.router), experts.router)),
+            compress=self._rms_norm(norms.experts),
+            expand=self._rms_norm(norms.experts_post),
+            shared=InTurn((self._rms_norm(norms.shared), experts.shared, self._rms_norm(norms.shared_post))),
+            factors=self._wide(norms.weights),
         )
 
     def _shared(self, place: int, expert: Expert, feed: FeedForwardConfig, config: ExpertsConfig) -> FeedForward:

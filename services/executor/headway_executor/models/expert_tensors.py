@@ -4,7 +4,7 @@ Owns: their names, experts that lie in one tensor. Must not know: files, the res
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ def expert_shapes(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -
         yield f"{names.router}.bias", (count,)
     if names.correction is not None:
         yield names.correction, (1, count) if config.has_correction_row else (count,)
+    if names.norms is not None:
+        for name in (names.norms.experts, names.norms.experts_post, names.norms.shared, names.norms.shared_post):
+            yield f"{name}.weight", (hidden,)
+        yield names.norms.router, (hidden,)
+        yield names.norms.weights, (count,)
     if config.latent_size:
         before, behind = names.latent
         yield f"{before}.weight", (config.latent_size, hidden)
@@ -73,6 +78,17 @@ class Reading(Protocol):
     def __call__(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor: ...  # noqa: D102
 
 
+class NormsOfExperts(NamedTuple):
+    """Weights of norms, ``[hidden]``, and factors on the weight of each expert, ``[experts]``."""
+
+    router: Tensor
+    weights: Tensor
+    experts: Tensor
+    experts_post: Tensor
+    shared: Tensor
+    shared_post: Tensor
+
+
 class ExpertTensors:
     """Those of one layer. A rank of several has its columns of each expert, and the whole router."""
 
@@ -93,6 +109,19 @@ class ExpertTensors:
     def correction(self) -> Tensor | None:
         """``[experts]``, or None."""
         return None if self._names.correction is None else self._read(self._names.correction).flatten()
+
+    def norms(self) -> NormsOfExperts | None:
+        """See ``ExpertNorms``; or None."""
+        names = self._names.norms
+        if names is None:
+            return None
+        around = (names.experts, names.experts_post, names.shared, names.shared_post)
+        scales = self._read(names.router)
+        return NormsOfExperts(
+            scales.float() * scales.shape[0] ** -0.5,
+            self._read(names.weights),
+            *(self._read(f"{name}.weight") for name in around),
+        )
 
     def expert(self, number: int) -> Expert:
         """One of those that are chosen."""

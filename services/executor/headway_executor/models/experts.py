@@ -24,7 +24,8 @@ class Experts:
 
     Ranks that have parts of each expert exchange columns ``between`` its products and ``behind`` them, once for all
     experts. All tokens go through the ``shared`` expert, if any, which the sigmoid of ``shared_gate`` (``[tokens, 1]``)
-    weighs, if any. All others read what ``compress`` gives, and ``expand`` takes their sum. ``correction``: see ``choose_experts``. ``begin`` is told the token of each row that goes through experts,
+    weighs, if any. All others read what ``compress`` gives, and ``expand`` takes their sum. ``correction``: see
+    ``choose_experts``. ``factors``, float32, ``[experts]``, multiply the weights of experts. ``begin`` is told the token of each row that goes through experts,
     expert after expert, and how many each has.
     """
 
@@ -32,6 +33,7 @@ class Experts:
     router: Product
     experts: tuple[FeedForward, ...]
     correction: Tensor | None = None
+    factors: Tensor | None = None
     shared: Product | None = None
     shared_gate: Product | None = None
     between: Product = _as_it_is
@@ -43,6 +45,8 @@ class Experts:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the sum of what each token's experts give, ``[tokens, hidden]``, a new tensor."""
         chosen, weights = choose_experts(self.routing, self.router(hidden), self.correction)
+        if self.factors is not None:
+            weights = weights * self.factors[chosen]
         given = self.expand(self._of_pairs(self.compress(hidden), chosen, weights.to(hidden.dtype)).sum(1))
         if self.shared is None:
             return given

@@ -28,6 +28,7 @@ class Feature(StrEnum):
     LOGITS_FACTOR = "a factor on logits"
     LOGITS_SOFTCAP = "a soft cap on logits"
     EXPERTS = "experts"
+    EXPERT_NORMS = "experts with norms of their own"
     LATENT_EXPERTS = "experts between a compression and an expansion"
     SINKS = "attention sinks"
     LATENT = "latent attention"
@@ -93,6 +94,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.EXPERTS: any(feed.experts is not None for feed in feeds),
         Feature.WEIGHED_INPUTS: any(routing.weighs_inputs for routing in routings),
         Feature.NEAR_SHARES: any(routing.scoring is Scoring.NEAR for routing in routings),
+        Feature.EXPERT_NORMS: any(feed.experts is not None and feed.experts.names.norms is not None for feed in feeds),
         Feature.LATENT_EXPERTS: any(feed.experts is not None and feed.experts.latent_size > 0 for feed in feeds),
         Feature.LATENT: attention.latent is not None,
         Feature.SINKS: names.sinks is not None,

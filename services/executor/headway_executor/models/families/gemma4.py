@@ -8,6 +8,10 @@ import msgspec
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import (
     AttentionConfig,
+    ExpertNames,
+    ExpertNorms,
+    ExpertsConfig,
+    FeedForwardConfig,
     LayerConfig,
     LayerInputs,
     ModelConfig,
@@ -28,12 +32,26 @@ from headway_executor.models.families.reading import (
     refuse_unless,
     windows_of,
 )
+from headway_executor.models.families.routing import read_routing
 
 _NAMES = TensorNames(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
     layer_factor="layer_scalar",
+)
+_EXPERTS = ExpertNames(
+    router="router.proj",
+    expert="experts.{}.",
+    shared="mlp.",
+    norms=ExpertNorms(
+        router="router.scale",
+        weights="router.per_expert_scale",
+        experts="pre_feedforward_layernorm_2",
+        experts_post="post_feedforward_layernorm_2",
+        shared="pre_feedforward_layernorm",
+        shared_post="post_feedforward_layernorm_1",
+    ),
 )
 _CONTEXT, _PATTERN, _WIDE_HEAD, _WINDOW = 131_072, 6, 512, 512
 _THETAS = {SLIDING: 10_000.0, FULL: 1_000_000.0}
@@ -49,13 +67,18 @@ def read_gemma4(fields: ConfigFields) -> ModelConfig:
     attention, inputs = _attention_of(fields), _layer_inputs_of(fields)
     layers = [_attention_of(_of_layer(fields, index, kind)) for index, kind in enumerate(kinds)]
     feed = read_feed_forward(fields, field="hidden_activation", default="gelu_pytorch_tanh", size=9216)
+    names = _NAMES
     wide = msgspec.structs.replace(feed, intermediate_size=2 * feed.intermediate_size)
     is_wider = fields.flag("use_double_wide_mlp", default=False)
+    feeds = [wide if source is not None and is_wider else feed for source in sources]
+    if fields.flag("enable_moe_block", default=False):
+        feeds = [_with_experts(fields, dense) for dense in feeds]
+        names = msgspec.structs.replace(_NAMES, mlp_norm=None)  # Router, experts and the dense one have their own.
     model = read_model(
         fields,
         default_context=_CONTEXT,
         attention=attention,
-        feed_forward=[wide if source is not None and is_wider else feed for source in sources],
+        feed_forward=feeds,
         norm=NormConfig(eps=fields.number("rms_norm_eps", 1e-6)),
         windows=windows_of(fields, kinds, fields.integer("sliding_window", _WINDOW)),
         ropes=_ropes_of(fields, kinds),
@@ -63,10 +86,9 @@ def read_gemma4(fields: ConfigFields) -> ModelConfig:
             embedding=fields.integer("hidden_size") ** 0.5,
             logits_softcap=fields.optional_number("final_logit_softcapping"),
         ),
-        names=_NAMES,
+        names=names,
         tied=True,
     )
-    refuse_unless(fields, "enable_moe_block", False)
     uneven = [
         msgspec.structs.replace(_uneven(fields, layer, kind, own, attention), keys_of=source)
         for layer, kind, own, source in zip(model.layers, kinds, layers, sources, strict=True)
@@ -75,6 +97,14 @@ def read_gemma4(fields: ConfigFields) -> ModelConfig:
         if layer.keys_of is not None and layer.attention != uneven[layer.keys_of].attention:
             raise fields.refuse("per_layer_config", "layers that share keys and values alike")
     return msgspec.structs.replace(model, layers=tuple(uneven), layer_inputs=inputs)
+
+
+def _with_experts(fields: ConfigFields, dense: FeedForwardConfig) -> FeedForwardConfig:
+    """Beside the ``dense`` feed-forward."""
+    routing = read_routing(fields, ("num_experts", None), chosen=None, is_normalised=True, chosen_field="top_k_experts")
+    experts = ExpertsConfig(routing=routing, shared_size=dense.intermediate_size, stack="rows", names=_EXPERTS)
+    size = fields.integer("moe_intermediate_size")
+    return FeedForwardConfig(intermediate_size=size, activation=dense.activation, experts=experts)
 
 
 def _layer_inputs_of(fields: ConfigFields) -> LayerInputs | None:
