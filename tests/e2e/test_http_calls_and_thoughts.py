@@ -119,6 +119,17 @@ FAMILIES = {
         "I look.",
         "Hm.",
     ),
+    "Gemma 4": Family(
+        "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{{ '<|channel>thought\n' + m.reasoning_content + '<channel|>' }}{% for tc in m.tool_calls %}"
+        "{{ '<|tool_call>call:' + tc.function.name + '{' }}{% for k, v in tc.function.arguments | items %}"
+        "{{ (',' if not loop.first else '') + k + ':' }}{{ '<|\"|>' + v + '<|\"|>' if v is string else v }}{% endfor %}"
+        "{{ '}<tool_call|>' }}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+        '<|tool_call> <tool_call|> <|"|> <|channel> <channel|>',
+        '<|channel>thought\nHm.<channel|><|tool_call>call:look{at:<|"|>sun<|"|>,hours:3}<tool_call|>'
+        "<|tool_call>call:go{}<tool_call|>",
+        thought="Hm.",
+    ),
     "Seed-OSS": Family(
         "{{ tools | tojson }}{% for m in messages %}{% if m.role == 'assistant' %}"
         "{{ '<seed:think>' + m.reasoning_content + '</seed:think>' }}{% for tc in m.tool_calls %}"
@@ -153,7 +164,7 @@ FAMILIES = {
 }
 
 
-IN_MARKUP = ("Qwen3-Coder", "GLM 4.5", "Seed-OSS", "MiniMax M2")
+IN_MARKUP = ("Qwen3-Coder", "Gemma 4", "GLM 4.5", "Seed-OSS", "MiniMax M2")
 
 
 def model_with(directory: Path, template: str, marks: str = "") -> TextModel:

@@ -21,6 +21,7 @@ from headway_gateway.openai.tool_calls import (
 from headway_gateway.openai.tool_calls import (
     DEEPSEEK,
     FUNCTION_GEMMA,
+    GEMMA_4,
     GLM,
     GRANITE,
     HERMES,
@@ -601,7 +602,7 @@ def test_what_has_no_rules_in_markup_is_told(schema: dict[str, object], problem:
     )
 
 
-@pytest.mark.parametrize("form", [HERMES, SEED, MINIMAX, GLM, FUNCTION_GEMMA])
+@pytest.mark.parametrize("form", [HERMES, SEED, MINIMAX, GLM, FUNCTION_GEMMA, GEMMA_4])
 def test_forms_whose_first_mark_is_no_token_leave_calls_as_they_are(form: CallForm) -> None:
     assert marked_grammar(None, Room(None, calls=form, tools=(STRICT,)), Outputs("").marks) is None
 

@@ -14,6 +14,7 @@ from headway_gateway.openai.tool_calls import (
     DEEPSEEK_CALL,
     FORCED,
     FUNCTION_GEMMA,
+    GEMMA_4,
     GLM,
     GRANITE,
     HERMES,
@@ -167,6 +168,16 @@ CASES = {
         "<start_function_call>call:look{at:sun}<end_function_call>",
         ["<start_function_call>call:look{at:sun}<end_function_call>"],
     ),
+    "gemma 4": (
+        GEMMA_4,
+        'I look.<|tool_call>call:look{at:<|"|>a < b<|"|>}<tool_call|><|tool_call>call:go{}<tool_call|>',
+        ["I look.", LOOK, GO],
+    ),
+    "gemma 4, values": (
+        GEMMA_4,
+        '<|tool_call>call:x{a:3,b:[true,1.5,<|"|>c:{"d", e:<|"|>],f-g:{h:null}}<tool_call|>',
+        [ToolCall("x", '{"a":3,"b":[true,1.5,"c:{\\"d\\", e:"],"f-g":{"h":null}}')],
+    ),
     "forced": (FORCED, f'[{CALL}, {{"name": "go", "parameters": {{}}}}]', [LOOK, GO]),
     "forced, cut": (FORCED, '[{"name": "lo', ['[{"name": "lo']),
 }
@@ -184,6 +195,7 @@ MARKS_WITHIN = {
         (MINIMAX, CASES["minimax"][1], '<invoke name="x">', "</invoke></minimax:tool_call>"),
         (GLM, CASES["glm"][1], "<tool_call>", "</tool_call>"),
         (FUNCTION_GEMMA, CASES["gemma"][1], "<start_function_call>", "<end_function_call>"),
+        (GEMMA_4, CASES["gemma 4"][1], "<|tool_call>", "<tool_call|>"),
         (LLAMA, CASES["llama twice"][1], ";", "; {"),
     )
 }
@@ -304,6 +316,7 @@ def test_values_that_nest_deeply_are_values_or_text() -> None:
         ("<|tool|>{{ tools }}<|/tool|><|tool_call|>{}<|/tool_call|>", PHI),
         ("<|START_ACTION|>[", COHERE),
         ("{{- '<start_function_call>call:' -}}", FUNCTION_GEMMA),
+        ("{{- '<|tool_call>call:' + name + '{' -}}", GEMMA_4),
         ("{{ '<｜tool▁calls▁begin｜>' }}", DEEPSEEK),
         ("""{% if tools %}{"tool_name": "x", "parameters": {}}""", None),
         ("""{% if tools %}{"name": function name, "parameters": dictionary}""", LLAMA),

@@ -1,4 +1,4 @@
-"""Arguments as FunctionGemma has them, that follow a JSON schema, as rules of a grammar.
+"""Arguments as FunctionGemma and Gemma 4 have them, that follow a JSON schema, as rules of a grammar.
 
 Must not know: where calls are, how they are read.
 

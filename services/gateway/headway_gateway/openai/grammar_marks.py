@@ -18,9 +18,13 @@ class Marks(NamedTuple):
     """Tokens that end an output."""
 
     def said(self, mark: str) -> str:
-        """Return the mark as a grammar has it."""
+        """Return the mark as a grammar has it. Of some, only the beginning is a token, and a word follows."""
         token_id = self.token_id(mark)
-        return text(mark) if token_id is None else f"<[{token_id}]>"
+        if token_id is not None:
+            return f"<[{token_id}]>"
+        begin, end, word = mark.partition(">")
+        token_id = self.token_id(begin + end) if word else None
+        return text(mark) if token_id is None else f"<[{token_id}]> {text(word)}"
 
     def up_to(self, name: str, mark: str) -> str:
         """Return the rule ``name`` of anything up to a mark, and the mark."""

@@ -35,7 +35,8 @@ CODER = Markup("<function=", ">", "</function>", "<parameter=", ">", "", "</para
 SEED = CODER._replace(has_lines=False)
 MINIMAX = Markup('<invoke name="', '">', "</invoke>", '<parameter name="', '">', "", "</parameter>", is_list=True)
 GLM = Markup("", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-GEMMA = Markup("call:", "", "", "", ":", "", "<escape>", text_begin="<escape>")
+FUNCTION_GEMMA = Markup("call:", "", "", "", ":", "", "<escape>", text_begin="<escape>")
+GEMMA_4 = FUNCTION_GEMMA._replace(value_end='<|"|>', text_begin='<|"|>')
 
 
 @cache

@@ -160,6 +160,7 @@ _RULES: Mapping[CallForm, Callable[[CallForm, Tools, Marks, int | None], list[st
     tool_calls.MINIMAX: _in_markup,
     tool_calls.GLM: _in_markup,
     tool_calls.FUNCTION_GEMMA: _in_markup,
+    tool_calls.GEMMA_4: _in_markup,
     tool_calls.LLAMA: _of_llama,
 }
 

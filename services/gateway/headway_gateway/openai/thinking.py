@@ -29,6 +29,7 @@ MAGISTRAL = ThoughtForm("[THINK]", "[/THINK]")
 GRANITE = ThoughtForm("<think>", "</think>", "<response>", "</response>")
 OLDER_GRANITE = ThoughtForm("Here is my thought process:", "Here is my response:")
 SEED = ThoughtForm("<seed:think>", "</seed:think>")
+GEMMA_4 = ThoughtForm("<|channel>thought\n", "<channel|>")
 USUAL = ThoughtForm("<think>", "</think>")
 
 _SIGNS = (
@@ -37,6 +38,7 @@ _SIGNS = (
     ("<response></response>", GRANITE),
     (OLDER_GRANITE.end, OLDER_GRANITE),
     (SEED.end, SEED),
+    (GEMMA_4.end, GEMMA_4),
     (USUAL.end, USUAL),
 )
 

@@ -125,12 +125,12 @@ def _marked_up(name: str, parameters: str, schemas: Schemas, markup: Markup) -> 
     return call_of(name, msgspec.json.encode(values_of(markup, parameters, schemas.get(name))).decode())
 
 
-def _of_function_gemma(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: ARG001
+def _of_gemma(text: str, schemas: Schemas, markup: Markup) -> list[ToolCall]:  # noqa: ARG001
     """Nearly JSON: names have no quotes, and texts stand between marks."""
     found = _GEMMA_CALL.fullmatch(text)
     if found is None:
         return []
-    parts = found[2].split(markup_values.GEMMA.text_begin)
+    parts = found[2].split(markup.text_begin)
     for place, part in enumerate(parts):
         parts[place] = msgspec.json.encode(part).decode() if place % 2 else _GEMMA_NAME.sub(r'\1"\2":', part)
     return _all_or_none([call_of(found[1], "".join(parts))])
@@ -176,9 +176,16 @@ COHERE = CallForm("<|START_ACTION|>", "<|END_ACTION|>", _from_json, ("<|START_AC
 FUNCTION_GEMMA = CallForm(
     "<start_function_call>",
     "<end_function_call>",
-    _of_function_gemma,
+    partial(_of_gemma, markup=markup_values.FUNCTION_GEMMA),
     ("<start_function_call>",),
-    markup=markup_values.GEMMA,
+    markup=markup_values.FUNCTION_GEMMA,
+)
+GEMMA_4 = CallForm(
+    "<|tool_call>",
+    "<tool_call|>",
+    partial(_of_gemma, markup=markup_values.GEMMA_4),
+    ("<|tool_call>",),
+    markup=markup_values.GEMMA_4,
 )
 MISTRAL = CallForm(_MISTRAL_BEGIN, "", _of_mistral, (_MISTRAL_BEGIN,))
 PHI = CallForm("<|tool_call|>", "<|/tool_call|>", _from_json, ("<|/tool|>",))
@@ -189,7 +196,21 @@ MINIMAX = _in_markup("<minimax:tool_call>", "</minimax:tool_call>", markup_value
 GLM = _in_markup("<tool_call>", "</tool_call>", markup_values.GLM, ("<tool_call>", "<arg_key>"))
 HERMES = CallForm("<tool_call>", "</tool_call>", _from_json, ("<tool_call>",))
 LLAMA = CallForm("", "", _from_json, ('{"name": function name, "parameters": ', "tools"))
-_FORMS = (DEEPSEEK, COHERE, FUNCTION_GEMMA, MISTRAL, PHI, GRANITE, SEED, MINIMAX, GLM, QWEN_CODER, HERMES, LLAMA)
+_FORMS = (
+    DEEPSEEK,
+    COHERE,
+    FUNCTION_GEMMA,
+    GEMMA_4,
+    MISTRAL,
+    PHI,
+    GRANITE,
+    SEED,
+    MINIMAX,
+    GLM,
+    QWEN_CODER,
+    HERMES,
+    LLAMA,
+)
 
 FORCED = CallForm("", "", _from_json, ())
 """Calls under a constraint, an array."""
