@@ -523,6 +523,15 @@ GEMMA4_SMALL = GEMMA4 | {
 }
 
 _FURTHER |= {
+    "vaultgemma": _named(
+        "VaultGemma",
+        head_dim=16,
+        sliding_window=20,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=8.0,
+        tie_word_embeddings=True,
+    ),
     "gemma4": _named("Gemma4", "Gemma4Text", final_logit_softcapping=8.0, **GEMMA4),
     "gemma4-shared": _named("Gemma4", "Gemma4Text", **GEMMA4_SMALL),
     "gemma4-keys": _named(
@@ -644,7 +653,7 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
                 parameter.normal_(0.0, 0.3)
             elif "norm" in parameter_name or ".ln_" in parameter_name:
                 # Gemma up to 3 and Nemotron add 1 to the weight.
-                adds_1 = name.startswith("gemma") and not name.startswith("gemma4")
+                adds_1 = name.startswith(("gemma", "vaultgemma")) and not name.startswith("gemma4")
                 parameter.uniform_(0.6, 1.6).sub_(1.0 if adds_1 or name == "nemotron" else 0.0)
             elif not parameter.any() or ".act_fn." in parameter_name:
                 parameter.normal_(0.0, 0.3)

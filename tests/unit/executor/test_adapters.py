@@ -63,6 +63,8 @@ FUSED = {
     "falcon-40b": ("query_key_value", "dense", "dense_h_to_4h"),
     "codegen": ("qkv_proj", "out_proj", "fc_in"),
     "afmoe": ("gate_proj", "k_proj", "o_proj"),
+    "gemma4-keys": ("q_proj", "k_proj", "o_proj", "down_proj"),
+    "gemma4-shared": ("q_proj", "v_proj", "o_proj", "gate_proj"),
     "mamba2": ("in_proj", "out_proj"),
     "nemotron_h": ("in_proj", "q_proj", "mixer.up_proj", "mixer.down_proj"),
     "nemotron_h-latent": ("fc1_latent_proj", "fc2_latent_proj", "out_proj"),

@@ -65,6 +65,12 @@ def test_both_backends_store_and_read_the_same(family, tmp_path):
     assert firsts == pytest.approx(exact_firsts, abs=0.5)
 
 
+def test_layers_with_heads_of_several_sizes_have_no_codes(tmp_path):
+    make_checkpoint(tmp_path, "gemma4")
+    with pytest.raises(BackendConfigError, match="kv_cache_dtype 'fp8' is not allowed with this model, whose layers"):
+        open_backend(tmp_path, "torch", kv_cache_dtype="fp8", options={"kernels": "eager"})
+
+
 @pytest.mark.parametrize("kind", ["torch", pytest.param("triton", marks=pytest.mark.deep)])
 def test_how_a_prompt_is_cut_changes_no_token(kind, llama):
     """A chunk attends to what is stored of itself too, so that it is the same whether it comes in one step or in several."""

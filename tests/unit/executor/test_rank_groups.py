@@ -171,8 +171,9 @@ def test_gates_behind_the_queries_of_each_head_are_those_apart(tmp_path, monkeyp
 
 
 @needs_kernels
-def test_norms_behind_attention_are_for_stages_of_whole_layers(tmp_path):
-    make_checkpoint(tmp_path, "gemma2")
+@pytest.mark.parametrize("family", ["gemma2", "gemma4-keys"])
+def test_norms_behind_attention_are_for_stages_of_whole_layers(tmp_path, family):
+    make_checkpoint(tmp_path, family)
     alone = story(TorchBackend(), tmp_path)
     assert story(InlineGroup(pipeline_parallel=2), tmp_path) == alone
     found = story(InlineGroup(tensor_parallel=2), tmp_path, options={"kernels": "auto"})
@@ -337,6 +338,15 @@ def test_degrees_that_a_model_does_not_allow(degrees, message, tmp_path):
     config = read_model_config(write_checkpoint(tmp_path / "model"))
     with pytest.raises(BackendConfigError, match=message):
         part_of(config, place_of(0, *degrees))
+
+
+def test_layers_that_share_keys_and_values_are_of_one_stage(tmp_path):
+    make_checkpoint(tmp_path, "gemma4-shared")
+    alone, options = story(TorchBackend(), tmp_path), {"kernels": "eager"}
+    found = story(InlineGroup(tensor_parallel=2), tmp_path, options=options)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
+    with pytest.raises(BackendConfigError, match="pipeline_parallel 2 is not allowed; the model's layers share keys"):
+        part_of(read_model_config(tmp_path), place_of(0, 1, 2))
 
 
 @pytest.mark.parametrize(

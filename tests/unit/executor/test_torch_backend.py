@@ -479,7 +479,7 @@ def test_int4_is_what_rounding_gives_and_does_not_depend_on_the_batch(tmp_path, 
         assert request.logprobs[0].logprob == pytest.approx(float(expected[request.output[0]]), abs=limit)
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3-bias", "mistral", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3-bias", "mistral", "gemma2", "gemma4-keys", "gpt_neox"])
 def test_int8_is_what_rounding_weights_and_inputs_gives_and_does_not_depend_on_the_batch(tmp_path, name):
     model = make_checkpoint(tmp_path, name)
     round_to_8_bits(model)

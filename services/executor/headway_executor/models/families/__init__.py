@@ -34,7 +34,7 @@ from headway_executor.models.families.ernie import read_ernie, read_ernie_moe
 from headway_executor.models.families.exaone import read_exaone4, read_exaone_moe
 from headway_executor.models.families.falcon import read_falcon
 from headway_executor.models.families.falcon_h1 import read_falcon_h1
-from headway_executor.models.families.gemma import read_gemma1, read_gemma2
+from headway_executor.models.families.gemma import read_gemma1, read_gemma2, read_vaultgemma
 from headway_executor.models.families.gemma3 import read_gemma3
 from headway_executor.models.families.gemma4 import read_gemma4
 from headway_executor.models.families.glm import read_glm, read_glm4, read_glm4_moe, read_solar_open
@@ -171,6 +171,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "StableLmForCausalLM": read_stablelm,
     "Starcoder2ForCausalLM": read_starcoder2,
     "XGLMForCausalLM": read_xglm,
+    "VaultGemmaForCausalLM": read_vaultgemma,
     "YoutuForCausalLM": read_youtu,
 }
 """How to read the configuration of each architecture."""

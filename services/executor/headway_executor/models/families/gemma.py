@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2, and what Gemma 3 shares with that: norms before and behind, soft caps, two kinds of layers in turn."""
+"""Gemma, Gemma 2, VaultGemma, and what Gemma 3 shares with that: norms before and behind, soft caps, two kinds of layers in turn."""
 
 from collections.abc import Sequence
 
@@ -41,6 +41,12 @@ def read_gemma1(fields: ConfigFields) -> ModelConfig:
         scalings=Scalings(embedding=fields.integer("hidden_size") ** 0.5),
         tied=True,
     )
+
+
+def read_vaultgemma(fields: ConfigFields) -> ModelConfig:
+    """``VaultGemmaForCausalLM``: Gemma 2 without the norms behind attention and feed-forward."""
+    names = msgspec.structs.replace(_NAMES, attention_post_norm=None, mlp_post_norm=None)
+    return msgspec.structs.replace(read_gemma2(fields), names=names)
 
 
 def read_gemma2(fields: ConfigFields) -> ModelConfig:
