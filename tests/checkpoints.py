@@ -523,6 +523,21 @@ GEMMA4_SMALL = GEMMA4 | {
 }
 
 _FURTHER |= {
+    "granite_swa": _named(
+        "GraniteSWA",
+        sliding_window=20,
+        layer_rope_theta=[0, 10_000.0, 10_000.0],
+        attention_multiplier=0.2,
+        logits_scaling=2.0,
+    ),
+    "granite_moe_swa": _named(
+        "GraniteMoeSWA",
+        sliding_window=20,
+        num_local_experts=5,
+        intermediate_size=32,
+        shared_intermediate_size=40,
+        attention_multiplier=0.2,
+    ),
     "vaultgemma": _named(
         "VaultGemma",
         head_dim=16,

@@ -234,6 +234,8 @@ OTHERS_REFUSED = [
     ("Gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("Gemma3", {"layer_types": ["full_attention"] * 3}, "layer_types"),
     ("Gemma3", {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope_type"),
+    ("GraniteSWA", {"layer_rope_theta": [1.0]}, "layer_rope_theta"),
+    ("GraniteMoeSWA", {"layer_types": ["linear_attention"] * 2}, "layer_types"),
     ("Gemma4", GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
     ("Gemma4", GEMMA4 | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type"),
     ("Gemma4", GEMMA4 | {"per_layer_config": {"0": {"sliding_window": 8}}}, "per_layer_config: 0"),

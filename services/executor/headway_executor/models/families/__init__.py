@@ -46,6 +46,7 @@ from headway_executor.models.families.gpt_oss import read_gpt_oss
 from headway_executor.models.families.gptj import read_codegen, read_gptj
 from headway_executor.models.families.granite import read_granite, read_granite_moe, read_hyperclovax
 from headway_executor.models.families.granite_hybrid import read_granite_hybrid
+from headway_executor.models.families.granite_swa import read_granite_moe_swa, read_granite_swa
 from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe
 from headway_executor.models.families.lfm2 import read_lfm2, read_lfm2_moe
 from headway_executor.models.families.llama import read_arcee, read_cwm, read_helium, read_llama, read_seed_oss
@@ -124,7 +125,9 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "GraniteForCausalLM": read_granite,
     "GraniteMoeForCausalLM": read_granite_moe,
     "GraniteMoeHybridForCausalLM": read_granite_hybrid,
+    "GraniteMoeSWAForCausalLM": read_granite_moe_swa,
     "GraniteMoeSharedForCausalLM": read_granite_moe,
+    "GraniteSWAForCausalLM": read_granite_swa,
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
     "HeliumForCausalLM": read_helium,

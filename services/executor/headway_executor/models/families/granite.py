@@ -39,13 +39,13 @@ _NORMS_BEHIND = TensorNames(attention_post_norm="post_norm1", mlp_post_norm="pos
 
 def read_granite(fields: ConfigFields) -> ModelConfig:
     """``GraniteForCausalLM``."""
-    return read_scaled(fields, _dense(fields))
+    return read_scaled(fields, read_granite_dense(fields))
 
 
 def read_hyperclovax(fields: ConfigFields) -> ModelConfig:
     """``HyperCLOVAXForCausalLM``: with norms behind attention and feed-forward, too."""
     names = _NORMS_BEHIND if fields.flag("use_post_norm", default=True) else None
-    config = read_scaled(fields, _dense(fields), scale=None, names=names)
+    config = read_scaled(fields, read_granite_dense(fields), scale=None, names=names)
     # What divides logits elsewhere multiplies them here.
     factor = fields.number("logits_scaling", 1.0)
     return msgspec.structs.replace(config, scalings=msgspec.structs.replace(config.scalings, logits=factor))
@@ -71,7 +71,8 @@ def read_mixture(fields: ConfigFields) -> FeedForwardConfig:
     return msgspec.structs.replace(read_feed_forward(fields), experts=experts)
 
 
-def _dense(fields: ConfigFields) -> FeedForwardConfig:
+def read_granite_dense(fields: ConfigFields) -> FeedForwardConfig:
+    """That of all without experts."""
     return read_feed_forward(fields, has_bias=fields.flag("mlp_bias", default=False))
 
 
