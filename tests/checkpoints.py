@@ -549,6 +549,7 @@ _FURTHER |= {
     ),
     "gemma4": _named("Gemma4", "Gemma4Text", final_logit_softcapping=8.0, **GEMMA4),
     "gemma4-shared": _named("Gemma4", "Gemma4Text", **GEMMA4_SMALL),
+    "gemma4-experts": _named("Gemma4", "Gemma4Text", **GEMMA4_EXPERTS),
     "gemma4-keys": _named(
         "Gemma4", "Gemma4Text", attention_k_eq_v=True, num_global_key_value_heads=1, **GEMMA4 | {"global_head_dim": 32}
     ),
@@ -625,7 +626,6 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 _ON_OPERATORS: dict[str, Callable[[], PreTrainedModel]] = {
-    "gemma4-experts": _named("Gemma4", "Gemma4Text", **GEMMA4_EXPERTS),
     "cohere-norms": _named("Cohere", logit_scale=0.5, tie_word_embeddings=True, use_qk_norm=True),
     "nemotron_h-latent": _named("NemotronH", moe_latent_size=24, **_NEMOTRON_H),
     "persimmon": _named("Persimmon", rope_parameters=_HALF_ROPE, **_OLD),

@@ -8,7 +8,7 @@ The library gets addresses, so every object here keeps its arrays alive.
 import ctypes
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,7 +48,19 @@ class _ExpertLayerStruct(ctypes.Structure):
         ("router", ctypes.c_void_p),
         ("gate_up", ctypes.c_void_p),
         ("down", ctypes.c_void_p),
+        ("norms", ctypes.c_void_p * 6),
     )
+
+
+class ExpertNorms(NamedTuple):
+    """Where router, chosen experts and the shared one normalise by themselves; see ``experts.h``. All float32, contiguous."""
+
+    router: Tensor
+    experts: Tensor
+    experts_post: Tensor
+    shared: Tensor
+    shared_post: Tensor
+    factors: Tensor
 
 
 class PackedExperts:
@@ -73,13 +85,14 @@ class PackedExperts:
         is_gated: bool = True,
         inner_start: int = 0,
         shared_start: int = 0,
+        norms: ExpertNorms | None = None,
     ) -> None:
         self.activation = activation
         self.num_chosen = routing.num_chosen
         self.inner_size = max(experts[0][1].inputs, experts[-1][1].inputs)
         """Columns of the activations of the widest expert."""
         self._library = library
-        self._kept = (router, tuple(experts), correction)
+        self._kept = (router, tuple(experts), correction, norms)
         _join(library, [product for pair in experts for product in pair])
         self._arrays = [(ctypes.c_void_p * len(experts))(*(pair[i].handle for pair in experts)) for i in range(2)]
         self.struct = _ExpertLayerStruct(
@@ -93,6 +106,7 @@ class PackedExperts:
             router=router.handle,
             gate_up=ctypes.addressof(self._arrays[0]),
             down=ctypes.addressof(self._arrays[1]),
+            norms=(ctypes.c_void_p * 6)(*(() if norms is None else map(address, norms))),
         )
 
     def __call__(self, team: Team, hidden: Tensor, norm: Tensor, norm_eps: float) -> Tensor:

@@ -33,6 +33,7 @@ LLAMA = {
 _MINIMAX_CODE = "modeling_minimax_m2.MiniMaxM2ForCausalLM"
 NAME_THETA = {
     "gemma4",
+    "gemma4-experts",
     "gemma4-keys",
     "gemma4-shared",
     "mellum",

@@ -90,6 +90,7 @@ REFUSED = dict.fromkeys(STATES, _STATE) | {
     **dict.fromkeys(("nemotron_h", "mamba2"), f"{_STATE}, layers without attention or without a feed-forward"),
     "gemma4": _UNEVEN,
     "gemma4-keys": _UNEVEN,
+    "gemma4-experts": _UNEVEN.replace(", layers", ", experts with norms of their own, layers"),
     "gemma4-shared": _UNEVEN.replace(", layers", ", inputs of each layer's own, layers"),
     "llama4": "experts whose inputs are weighed",
     "opt-350m": "norms of sums",

@@ -139,6 +139,7 @@ static void choose_task(void *work, int64_t token) {
         weights[routed] = layer->has_gate ? sigmoid(splat(scores[layer->choose.num_experts]))[0] : 1.0f;
     }
     choose_experts(&layer->choose, scores, chosen, weights);
+    for (int64_t i = 0; layer->norms.factors != NULL && i < routed; i++) weights[i] *= layer->norms.factors[chosen[i]];
 }
 
 /* ---- sorting ---- */
@@ -226,14 +227,16 @@ static void sort_task(void *work, int64_t task) {
         const float *weights = layer->choose.weighs_inputs ? space->of_inputs + first : NULL;
         packed_inputs inputs = inputs_of(space, gate_up, first, counts[i], tiles, space->tokens + first, weights);
         packed_inputs inner = inputs_of(space, down, first, counts[i], packs ? packed : tiles, NULL, NULL);
-        add_group(first_products, (product_group){.with = gate_up,
-                                                  .inputs = inputs,
-                                                  .from = now->hidden,
-                                                  .adapters = adapters_of(now, first, 2 * i),
-                                                  .out = out,
-                                                  .out_stride = packs       ? down->inputs
-                                                                : activates ? widest
-                                                                            : 2 * widest});
+        add_group(first_products,
+                  (product_group){.with = gate_up,
+                                  .inputs = inputs,
+                                  .from = now->hidden,
+                                  .norm = i < layer->choose.num_experts ? layer->norms.experts : layer->norms.shared,
+                                  .adapters = adapters_of(now, first, 2 * i),
+                                  .out = out,
+                                  .out_stride = packs       ? down->inputs
+                                                : activates ? widest
+                                                            : 2 * widest});
         add_group(last_products, (product_group){.with = down,
                                                  .inputs = inner,
                                                  .from = packs ? NULL : rows,
@@ -258,6 +261,23 @@ static void activate_task(void *work, int64_t pair) {
                  activations_of(now, pair) + (is_shared ? layer->shared_start : layer->inner_start));
 }
 
+/* The sum of the chosen experts and what the shared one gives, each normalised. */
+static void add_normalised_task(void *work, int64_t token) {
+    const expert_pass *now = work;
+    const expert_layer *layer = now->layer;
+    const int64_t each = per_token(layer), routed = layer->choose.num_chosen, width = layer->router->inputs;
+    const int32_t *places = now->space->places + token * each;
+    const float *weights = now->space->weights + token * each;
+    const norm_weights of_experts = {.weight = layer->norms.experts_post},
+                       of_shared = {.weight = layer->norms.shared_post};
+    float *to = now->part->added + token * now->stride, *shared = now->space->outputs + places[routed] * now->stride;
+    memset(to, 0, (size_t)width * sizeof *to);
+    for (int64_t i = 0; i < routed; i++) add_row(to, now->space->outputs + places[i] * now->stride, width, weights[i]);
+    normalise_row(NORM_RMS, of_experts, now->norm.eps, to, width, to);
+    normalise_row(NORM_RMS, of_shared, now->norm.eps, shared, width, shared);
+    add_row(to, shared, width, 1.0f);
+}
+
 static void add_task(void *work, int64_t token) {
     const expert_pass *now = work;
     const expert_space *space = now->space;
@@ -278,8 +298,9 @@ void run_experts(member *self, expert_space *space, const expert_layer *layer, i
                  int64_t stride, int64_t num_tokens, rms_norm norm, const expert_part *part) {
     expert_products *products = &space->products[number];
     expert_pass now = {layer, space, products, hidden, stride, num_tokens, team_size(self->of), norm, part};
-    product router = product_of(&space->inputs, layer->router, num_tokens, hidden, stride, norm, STORE, space->scores,
-                                score_stride(layer));
+    const rms_norm of_router = {layer->norms.router == NULL ? norm.weight : layer->norms.router, norm.eps};
+    product router = product_of(&space->inputs, layer->router, num_tokens, hidden, stride, of_router, STORE,
+                                space->scores, score_stride(layer));
     router.adapters = part->adapters;
     router.adapters.added = (added_rows){space->inputs.additions, space->inputs.downs, space->inputs.most_rank};
     run_product(self, &router, NULL);
@@ -289,7 +310,7 @@ void run_experts(member *self, expert_space *space, const expert_layer *layer, i
     if (!in_products(layer)) team_phase(self, activate_task, &now, num_tokens * per_token(layer));
     if (part->meet != NULL) part->meet(self, part->context, num_tokens);
     run_grouped(self, &products->down, NULL);
-    team_phase(self, add_task, &now, num_tokens);
+    team_phase(self, layer->norms.router == NULL ? add_task : add_normalised_task, &now, num_tokens);
 }
 
 /* ---- memory ---- */

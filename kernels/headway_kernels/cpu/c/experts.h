@@ -40,6 +40,18 @@ typedef struct {
     const float *correction;
 } routing;
 
+/* Where router, chosen experts and shared one normalise what they read by themselves, and what they give: the weights
+ * of root mean squares, [hidden]. `factors` multiply the weight of each expert. Else, all are NULL. Then `added` is
+ * asked for. */
+typedef struct {
+    const float *router;
+    const float *experts;
+    const float *experts_post;
+    const float *shared;
+    const float *shared_post;
+    const float *factors;
+} expert_norms;
+
 /* The weights of one layer. With `has_shared`, there is one more expert, which every token goes through; with
  * `has_gate`, its weight is the sigmoid of one more output of the router, else 1. `gate_up` and `down`: one of each
  * expert, the shared one last; the inputs of `down` are a multiple of PANEL. With an activation other than SILU, or
@@ -56,6 +68,7 @@ typedef struct {
     const linear *router;
     const linear *const *gate_up;
     const linear *const *down;
+    expert_norms norms;
 } expert_layer;
 
 /* What a rank of several shares with the others: activations of pairs, and those of the shared expert by token, both in

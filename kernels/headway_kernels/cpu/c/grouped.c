@@ -31,12 +31,13 @@ static void pack_task(void *work, int64_t task) {
     const product_group *group = group_of(of, task, 1);
     const packed_inputs *inputs = &group->inputs;
     const int64_t tile = task - group->first_tile;
-    pack_tile(inputs, group->with, tile, group->from, of->from_stride, of->norm);
+    const rms_norm norm = {group->norm == NULL ? of->norm.weight : group->norm, of->norm.eps};
+    pack_tile(inputs, group->with, tile, group->from, of->from_stride, norm);
     if (group->adapters.by_token == NULL) return;
     const int64_t end = tile_start(tile + 1, inputs->num_tiles, inputs->num_rows);
     for (int64_t row = tile_start(tile, inputs->num_tiles, inputs->num_rows); row < end; row++) {
         const float *from = group->from + row_taken(inputs, row) * of->from_stride;
-        adapt_row(&group->adapters, row, inputs, from, of->norm);
+        adapt_row(&group->adapters, row, inputs, from, norm);
     }
 }
 

@@ -19,6 +19,7 @@ typedef struct {
     const linear *with;
     packed_inputs inputs;
     const float *from;
+    const float *norm; /* weights of its own, or NULL: those of the product */
     float *out;
     int64_t out_stride;
     row_adapters adapters;

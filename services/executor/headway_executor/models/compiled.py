@@ -31,6 +31,7 @@ from headway_executor.models.config import (
     RecurrenceConfig,
     Rotary,
 )
+from headway_executor.models.expert_tensors import NormsOfExperts
 from headway_executor.models.features import Feature, lacking
 from headway_executor.models.forward import StepRows
 from headway_executor.models.kv_layout import KvLayout, KvPlace, kv_layout
@@ -58,7 +59,7 @@ from headway_kernels.cpu.decoder import (
     WideRows,
     block_floats,
 )
-from headway_kernels.cpu.experts import PackedExperts, packed_expert
+from headway_kernels.cpu.experts import ExpertNorms, PackedExperts, packed_expert
 from headway_kernels.cpu.feed_forward import Activation, DenseFeedForward, activates_in_product
 from headway_kernels.cpu.latent import PackedExpansion, PackedLatent
 from headway_kernels.cpu.library import (
@@ -109,12 +110,12 @@ def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> 
         return f"heads of {widest} channels"
     if any(recurrence.taps > MOST_TAPS for recurrence in config.recurrences(range(config.num_layers))):
         return f"convolutions of more than {MOST_TAPS} tokens"
-    every = frozenset(Feature) - {Feature.HEAD_LAYER_NORM, Feature.LATENT_EXPERTS, Feature.EXPERT_NORMS}
+    every = frozenset(Feature) - {Feature.HEAD_LAYER_NORM, Feature.LATENT_EXPERTS}
     return lacking(
         config,
         every
         if place.tensor_parallel == 1
-        else every - {Feature.POST_NORM, Feature.UNEVEN_LAYERS, Feature.LAYER_INPUTS},
+        else every - {Feature.POST_NORM, Feature.UNEVEN_LAYERS, Feature.LAYER_INPUTS, Feature.EXPERT_NORMS},
     )
 
 
@@ -452,6 +453,7 @@ class _Loader:
             )
 
         router, bias = tensors.router()
+        norms = tensors.norms()
         gate, correction = tensors.shared_gate(), tensors.correction()
         experts = [packed(number) for number in range(config.routing.num_experts)]
         if config.shared_size:
@@ -469,6 +471,7 @@ class _Loader:
             is_gated=feed.is_gated,
             inner_start=own.start,
             shared_start=own_of_shared.start,
+            norms=None if norms is None else _norms_of_experts(norms),
         )
 
     def projection(self, read: Projection, *, gated: bool = False) -> PackedLinear:
@@ -542,6 +545,12 @@ def is_exact_in_bfloat16(weight: Tensor) -> bool:
         return False
     wide = weight.float()
     return torch.equal(wide.bfloat16().float(), wide)
+
+
+def _norms_of_experts(norms: NormsOfExperts) -> ExpertNorms:
+    own = norms._asdict()
+    factors = own.pop("weights")
+    return ExpertNorms(**{name: _float32(weight) for name, weight in own.items()}, factors=_float32(factors))
 
 
 def _norm(norm: NormTensors) -> NormWeights:
