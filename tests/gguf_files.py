@@ -553,6 +553,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if config.get("head_dim") is not None and "kv_lora_rank" not in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
+    has_experts = config.get("num_local_experts") != 0 and "moe" in config.get("layers_block_type", ["moe"])
     for name, add in (
         ("rms_norm_eps", writer.add_layer_norm_rms_eps),
         ("layer_norm_eps", writer.add_layer_norm_eps),
@@ -568,7 +569,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         ("n_group", writer.add_expert_group_count),
         ("topk_group", writer.add_expert_group_used_count),
     ):
-        if config.get(name) is not None:
+        if config.get(name) is not None and (has_experts or "expert" not in add.__name__):
             add(config[name])
     if "rope_parameters" in config:
         _add_rope(writer, config["rope_parameters"])

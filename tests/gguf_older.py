@@ -43,9 +43,12 @@ NAMES = {
 
 def with_usual_names(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of a configuration under the names that most families give them."""
+    family = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    if family not in ARCHITECTURES:
+        return config
     usual = {name: config[own] for name, others in NAMES.items() for own in others if config.get(own) is not None}
     made = config | usual
-    return made | {"intermediate_size": 4 * made["hidden_size"]} if usual else config
+    return made | {"intermediate_size": 4 * made["hidden_size"]}
 
 
 def _gpt2(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str, Values]]:

@@ -27,7 +27,7 @@ _DELTA = {
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
+    "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
     "rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
 }
@@ -79,7 +79,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "falcon-h1": ("FalconH1", _FALCON),
     "falcon-h1-norms": ("FalconH1", _FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
-    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "use_bias": True}),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16}),
     "qwen3next": ("Qwen3Next", _DELTA | _EXPERTS),
     "qwen35": ("Qwen3_5", _DELTA),
     "qwen35moe": ("Qwen3_5Moe", _DELTA | _EXPERTS),
@@ -231,6 +231,7 @@ def add_nemotron_h(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """``conversion/nemotron.py``."""
     kinds = config["layers_block_type"]
     writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
     writer.add_ssm_conv_kernel(config["conv_kernel"])
     writer.add_ssm_state_size(config["ssm_state_size"])
     writer.add_ssm_group_count(config["n_groups"])
