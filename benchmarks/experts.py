@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.models.families import read_model_config
-from headway_executor.models.loading import expected_tensors
+from headway_executor.models.tensor_shapes import expected_tensors
 from program import count, counts, parser_of, provenance, write_result
 from ranks import BLOCK_SIZE, PROMPT, best, time_steps
 

@@ -16,7 +16,7 @@ import torch
 
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.kv_layout import block_bytes_of
-from headway_executor.models.loading import expected_tensors
+from headway_executor.models.tensor_shapes import expected_tensors
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS
 
 BYTES_OF_CODES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}

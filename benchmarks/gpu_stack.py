@@ -168,7 +168,7 @@ def peer(arguments: argparse.Namespace) -> None:
 
     from headway_executor.checkpoint.random_weights import RandomCheckpoint
     from headway_executor.models.families import read_model_config
-    from headway_executor.models.loading import expected_tensors
+    from headway_executor.models.tensor_shapes import expected_tensors
 
     shape = SHAPES[arguments.shape]
     with tempfile.TemporaryDirectory() as name:

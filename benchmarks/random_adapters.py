@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from headway_executor.models.families import read_model_config
-from headway_executor.models.loading import expected_tensors
+from headway_executor.models.tensor_shapes import expected_tensors
 
 
 def write_adapter(directory: Path, model: Path, rank: int, seed: int, dtype: torch.dtype) -> None:

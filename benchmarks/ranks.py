@@ -32,7 +32,7 @@ from headway_executor.backend import BackendConfig, NewRow, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.link_keys import LinkKeys
 from headway_executor.models.families import read_model_config
-from headway_executor.models.loading import expected_tensors
+from headway_executor.models.tensor_shapes import expected_tensors
 from headway_executor.rank_place import RankPlace
 from headway_executor.ranks.group import RankGroup
 from headway_kernels.cpu.library import load_library

@@ -39,7 +39,7 @@ from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.compiled import is_exact_in_bfloat16
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
-from headway_executor.models.loading import expected_tensors
+from headway_executor.models.tensor_shapes import expected_tensors
 from headway_kernels.cpu.library import PackedLinear, Team, WeightForm, load_library
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams

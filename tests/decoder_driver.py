@@ -22,9 +22,10 @@ from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.families import read_model_config
 from headway_executor.models.forward import ForwardPass, StepRows, last_tokens
 from headway_executor.models.kv_layout import KvLayout, vectors_layout
-from headway_executor.models.loading import as_stored, expected_tensors
 from headway_executor.models.part import whole
 from headway_executor.models.recurrence import RowStates
+from headway_executor.models.stored_names import as_stored
+from headway_executor.models.tensor_shapes import expected_tensors
 from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight
 from headway_kernels.cpu.decoder import Decoder
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm

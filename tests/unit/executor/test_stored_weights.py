@@ -23,8 +23,8 @@ from headway_executor.backend import BackendConfig, BackendConfigError, ModelFil
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.compiled import CompiledModel
 from headway_executor.models.families import read_model_config
-from headway_executor.models.loading import check_tensors
 from headway_executor.models.model_settings import settings_of
+from headway_executor.models.tensor_shapes import check_tensors
 from headway_kernels.cpu.coded_weight import CodeForm, rounded_to_4_bits, rounded_to_8_bits
 from headway_kernels.cpu.library import BlockForm, WeightForm, load_library
 from quantised_checkpoints import KINDS, LINEAR, MIXED_KINDS, STACKS, change_config, quantise

@@ -18,7 +18,7 @@ from headway_executor.backend import BackendConfig, ModelFilesError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families import read_model_config
-from headway_executor.models.loading import layers_as_stored
+from headway_executor.models.tensor_shapes import layers_as_stored
 from model_core import demo_model
 
 FILE = "model.safetensors"

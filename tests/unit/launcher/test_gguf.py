@@ -20,8 +20,8 @@ from headway.gguf_import.model import config_of, tensors_of
 from headway.gguf_import.tokenizer import end_tokens_of, tokenizer_config_of, tokenizer_of
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families import read_model_config
-from headway_executor.models.loading import check_tensors
 from headway_executor.models.sentence_pooling import default_pooling
+from headway_executor.models.tensor_shapes import check_tensors
 from headway_kernels.cpu.coded_weight import CodeForm
 from headway_kernels.cpu.library import load_library
 from headway_proto.pooling import NO_POOLING, POOL_CLS, POOL_LAST, POOL_MEAN

@@ -31,12 +31,13 @@ from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.forward import ForwardPass
 from headway_executor.models.kv_layout import KvLayout, vectors_layout
-from headway_executor.models.loading import as_stored, check_tensors
 from headway_executor.models.model_settings import ModelSettings, require_head, require_head_of_draft
 from headway_executor.models.part import ModelPart, part_of
 from headway_executor.models.recurrence import RowStates, state_bytes
 from headway_executor.models.rope import interleaved
 from headway_executor.models.stage import stage_of
+from headway_executor.models.stored_names import as_stored
+from headway_executor.models.tensor_shapes import check_tensors
 from headway_executor.ranks.group import RankGroup
 from headway_executor.sampling.sampler import Sampler
 from headway_executor.sampling.speculation.draft_model import DraftForward, DraftModel

@@ -31,7 +31,6 @@ from headway_executor.host.device_errors import translating
 from headway_executor.models.adapters import ModelAdapters, on_device
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
-from headway_executor.models.loading import as_stored, check_tensors, expected_tensors
 from headway_executor.models.model_settings import (
     ModelSettings,
     device_of,
@@ -42,6 +41,8 @@ from headway_executor.models.model_settings import (
 )
 from headway_executor.models.part import whole
 from headway_executor.models.rope import halves
+from headway_executor.models.stored_names import as_stored
+from headway_executor.models.tensor_shapes import check_tensors, expected_tensors
 from headway_executor.sampling.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.setting_checks import TRITON, check_settings, option_of
 from headway_kernels.gpu.linear.float8 import is_native

@@ -29,8 +29,8 @@ from headway_executor.gpu.step_upload import StepUpload
 from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.memory.kv_pool import CODES, stored_block
 from headway_executor.models.adapters import ModelAdapters
-from headway_executor.models.loading import TensorSource
 from headway_executor.models.model_settings import ModelSettings
+from headway_executor.models.stored_names import TensorSource
 from headway_executor.setting_checks import TRITON, option_of
 
 _QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "int4": "int4", "fp8": "fp8"}

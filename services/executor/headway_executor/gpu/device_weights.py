@@ -23,7 +23,8 @@ from headway_executor.gpu.linear import (
 )
 from headway_executor.models.coded_tensors import CodedTensors, Projection
 from headway_executor.models.linear import placed
-from headway_executor.models.loading import ModelTensors, TensorSource
+from headway_executor.models.loading import ModelTensors
+from headway_executor.models.stored_names import TensorSource
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
 from headway_kernels.gpu.experts.float8 import are_many
 from headway_kernels.gpu.linear import float8 as float8_linear

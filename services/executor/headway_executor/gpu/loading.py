@@ -27,8 +27,9 @@ from headway_executor.models.coded_tensors import Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RopeConfig
 from headway_executor.models.latent_tensors import Expansion, LatentTensors
 from headway_executor.models.linear import placed
-from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource
+from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.rope import halves, query_factors, rotations
+from headway_executor.models.stored_names import TensorSource
 from headway_kernels.gpu.tunings import Tunings
 
 

@@ -23,7 +23,8 @@ from headway_executor.checkpoint.stored_weights.scheme import FLOATS
 from headway_executor.checkpoint.weights import open_safetensors
 from headway_executor.models.adapter_stacks import Stack, aliases_of, by_matrix, parameters_of, stacks_of
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.loading import expected_tensors, module_as_stored
+from headway_executor.models.stored_names import module_as_stored
+from headway_executor.models.tensor_shapes import expected_tensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -24,8 +24,9 @@ from headway_executor.models.adapter_files import AdapterFiles, LowRankPart, rea
 from headway_executor.models.adapter_stacks import by_matrix
 from headway_executor.models.config import ExpertsConfig, ModelConfig, RecurrenceConfig
 from headway_executor.models.latent_tensors import KEY_VALUE, KEY_VALUE_IN, QUERY, QUERY_IN, WHOLE_QUERY, LatentTensors
-from headway_executor.models.loading import ChannelOrder, ModelTensors, qkv_names
+from headway_executor.models.loading import ChannelOrder, ModelTensors
 from headway_executor.models.part import ModelPart
+from headway_executor.models.tensor_shapes import qkv_names
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.wording import shown
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from headway_executor.checkpoint.weights import Checkpoint
-from headway_executor.models.loading import ModelTensors, TensorSource
+from headway_executor.models.loading import ModelTensors
+from headway_executor.models.stored_names import TensorSource
 from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight, unified
 
 Projection: TypeAlias = Callable[[ModelTensors], tuple[Tensor, Tensor | None]]

@@ -37,11 +37,13 @@ from headway_executor.models.forward import StepRows
 from headway_executor.models.kv_layout import KvLayout, KvPlace, kv_layout
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
 from headway_executor.models.linear import placed
-from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource, layers_as_stored
+from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.part import ModelPart, part_of
 from headway_executor.models.recurrence import RowStates
 from headway_executor.models.rope import halves, query_factors, table_of
 from headway_executor.models.stage import Stage
+from headway_executor.models.stored_names import TensorSource
+from headway_executor.models.tensor_shapes import layers_as_stored
 from headway_executor.rank_place import ALONE, RankPlace
 from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_8_bits
 from headway_kernels.cpu.decoder import (
