@@ -31,7 +31,7 @@ from torch.nn import functional
 
 import headway
 from headway_executor.checkpoint.weights import Checkpoint
-from headway_executor.models.compiled import load_compiled
+from headway_executor.models.compiled_loading import load_compiled
 from headway_executor.models.families import read_model_config
 from headway_kernels.cpu.library import CpuLibrary, load_library
 from program import count, count_or_none, counts, parser_of, provenance, write_result

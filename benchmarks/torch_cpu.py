@@ -36,7 +36,7 @@ from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch.batch_state import BatchState
 from headway_executor.checkpoint.weights import Checkpoint
-from headway_executor.models.compiled import is_exact_in_bfloat16
+from headway_executor.models.compiled_weights import is_exact_in_bfloat16
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
 from headway_executor.models.tensor_shapes import expected_tensors

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.memory.kv_pool import KvPool
-from headway_executor.models.compiled import CompiledModel, compiled_layout, load_compiled
+from headway_executor.models.compiled import CompiledModel
+from headway_executor.models.compiled_loading import compiled_layout, load_compiled
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.families import read_model_config

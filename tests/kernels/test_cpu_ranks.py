@@ -10,7 +10,8 @@ import torch
 from decoder_driver import Sequences, Span, compiled_pool, write_checkpoint
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.memory.kv_pool import KvPool, StoredBlock
-from headway_executor.models.compiled import CompiledModel, load_compiled, part_for
+from headway_executor.models.compiled import CompiledModel, part_for
+from headway_executor.models.compiled_loading import load_compiled
 from headway_executor.models.families import read_model_config
 from headway_executor.models.stage import Stage
 from headway_executor.rank_place import RankPlace

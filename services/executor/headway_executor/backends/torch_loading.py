@@ -18,15 +18,9 @@ from headway_executor.memory.host_pool import num_host_blocks
 from headway_executor.memory.kv_pool import CODES, KvPool, free_bytes, num_pool_blocks
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters, on_device
-from headway_executor.models.compiled import (
-    CompiledModel,
-    compiled_layout,
-    kernels_lack,
-    library_for,
-    load_compiled,
-    part_for,
-)
+from headway_executor.models.compiled import CompiledModel, kernels_lack, library_for, part_for
 from headway_executor.models.compiled_adapters import adapters_for
+from headway_executor.models.compiled_loading import compiled_layout, load_compiled
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.forward import ForwardPass

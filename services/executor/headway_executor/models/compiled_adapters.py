@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headway_executor.models.adapters import AdapterSite, AdapterWeights, LowRank, ModelAdapters
-from headway_executor.models.compiled import ACTIVATIONS, with_padded_heads
+from headway_executor.models.compiled_weights import ACTIVATIONS, with_padded_heads
 from headway_executor.models.config import ExpertsConfig, ModelConfig
 from headway_executor.models.part import ModelPart
 from headway_executor.models.rope import halves
