@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_executor.models.config import RopeConfig
+from headway_executor.models.attention_config import RopeConfig
 from headway_executor.models.decoder import RmsNorm
 from headway_executor.models.rope import interleaved, rotate_, rotations
 from headway_kernels import kv_codes, reference

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from checkpoints import CONTEXT, FAMILIES, WITHOUT_ROPE, make_model
 from headway_executor.backend import ModelFilesError
 from headway_executor.models.alibi import score_biases
-from headway_executor.models.config import AlibiConfig, AttentionConfig
+from headway_executor.models.attention_config import AlibiConfig, AttentionConfig
 from headway_executor.models.families import read_model_config
 from headway_executor.models.rope import interleaved, rotate_, rotations
 

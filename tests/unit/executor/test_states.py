@@ -14,10 +14,11 @@ from headway_executor.backend import BackendConfig, BackendConfigError, ModelFil
 from headway_executor.backends import torch_loading
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch.batch_state import BatchState, ImpossibleDiff
-from headway_executor.models.config import RecurrenceConfig, RecurrenceNames
+from headway_executor.models.config import RecurrenceConfig
 from headway_executor.models.families import read_model_config
 from headway_executor.models.part import part_of
 from headway_executor.models.recurrence import RowStates, scan, state_bytes
+from headway_executor.models.tensor_names import RecurrenceNames
 from headway_executor.rank_place import RankPlace
 from headway_kernels.cpu.library import load_library
 from headway_proto.columns import encode_column

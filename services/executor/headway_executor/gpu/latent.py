@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.gpu.linear import DeviceLinear
-from headway_executor.models.config import LatentConfig
+from headway_executor.models.attention_config import LatentConfig
 from headway_executor.models.latent_tensors import LATENT_EPS
 from headway_kernels.gpu.norm import add_rms_norm
 

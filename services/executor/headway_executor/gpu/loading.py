@@ -23,8 +23,9 @@ from headway_executor.gpu.feed_forward import (
 from headway_executor.gpu.latent import LatentExpansion, LatentQkv, latent_space
 from headway_executor.gpu.linear import AdaptedExperts, AdaptedLinear, DeviceExperts, DeviceLinear
 from headway_executor.models.adapters import AdapterSite
+from headway_executor.models.attention_config import RopeConfig
 from headway_executor.models.coded_tensors import Projection
-from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RopeConfig
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
 from headway_executor.models.latent_tensors import Expansion, LatentTensors
 from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, NormTensors

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headway_executor.models.config import AttentionConfig
+from headway_executor.models.attention_config import AttentionConfig
 
 _LEAST = 8.0
 """The least slope is 2 to the power of minus this."""

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.adapters import ModelAdapters
-from headway_executor.models.config import (
-    ModelConfig,
-)
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.features import Feature, lacking
 from headway_executor.models.forward import StepRows
 from headway_executor.models.part import ModelPart, part_of

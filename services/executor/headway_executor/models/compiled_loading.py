@@ -11,13 +11,11 @@ from torch import Tensor
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.memory.kv_pool import StoredBlock
 from headway_executor.models.alibi import score_biases
+from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.coded_tensors import CodedTensors
 from headway_executor.models.compiled import part_for
 from headway_executor.models.compiled_weights import WeightLoader
-from headway_executor.models.config import (
-    AttentionConfig,
-    ModelConfig,
-)
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.kv_layout import KvLayout, kv_layout
 from headway_executor.models.loading import ModelTensors
 from headway_executor.models.part import ModelPart

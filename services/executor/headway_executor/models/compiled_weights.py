@@ -15,14 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from headway_executor.memory.host_memory import copy_of_table
+from headway_executor.models.attention_config import Rotary
 from headway_executor.models.coded_tensors import CodedTensors, Projection
-from headway_executor.models.config import (
-    ExpertsConfig,
-    FeedForwardConfig,
-    ModelConfig,
-    RecurrenceConfig,
-    Rotary,
-)
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RecurrenceConfig
 from headway_executor.models.expert_tensors import NormsOfExperts
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors

@@ -4,38 +4,23 @@ Owns: ``ModelConfig`` and its parts. Must not know: files, tensors, who computes
 """
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
+from headway_executor.models.attention_config import AttentionConfig, QueryGrowth, RopeConfig, Rotary
+from headway_executor.models.tensor_names import (
+    ExpertNames,
+    LayerInputNames,
+    LayerNormNames,
+    RecurrenceNames,
+    TensorNames,
+)
 from headway_kernels.routing import Routing
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish", "xielu"]
-QkNorm: TypeAlias = Literal["none", "head", "all", "plain", "layer"]
-Gates: TypeAlias = Literal["none", "apart", "by_head"]
 Stacking: TypeAlias = Literal["pairs", "halves", "rows"]
 RecurrenceKind: TypeAlias = Literal["gated", "delta", "selective"]
-
-
-class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding; see ``rope``. ``factors`` divide the frequencies of longrope. Of "proportional", so large a
-    ``share`` of the frequencies turns.
-    """
-
-    kind: str = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_context: int = 0
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    factors: tuple[float, ...] = ()
-    share: float = 1.0
 
 
 class NormConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,67 +38,6 @@ class NormConfig(msgspec.Struct, frozen=True, kw_only=True):
     rounds_first: bool = False
 
 
-class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys and values of all heads come from one compressed row of ``rank``, queries from one of ``query_rank`` (None:
-    from the hidden state). Heads of keys have ``plain_dim`` channels of their own and share ``rotary_dim``.
-    """
-
-    query_rank: int | None
-    rank: int
-    rotary_dim: int
-    plain_dim: int
-    value_dim: int
-
-    @property
-    def key_dim(self) -> int:
-        """Channels of a key."""
-        return self.plain_dim + self.rotary_dim
-
-
-class AlibiConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores fall with the distance of a key, in each head at a slope of its own; see ``alibi``. ``is_rounded``: slopes and
-    biases are rounded to bfloat16, and then scaled as scores are.
-    """
-
-    is_rounded: bool = False
-
-
-class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``scale`` multiplies scores; then ``softcap`` (None: none) bounds them.
-
-    The first ``rotary_dim`` channels of a head are rotated in pairs: channel i with i + rotary_dim / 2, or neighbours if
-    ``is_interleaved``; with ``turns_back``, the other way round. ``qk_norm`` normalises queries and keys by head, or over all heads of a token, or "plain": by
-    head, without weights, in layers with a rope; "layer" is a layer norm by head, each with weights of its own, or, with
-    ``shares_head_norms``, of one weight and one bias. It
-    does so before they are rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of
-    a compressed row. ``clip`` (None: none) bounds queries, keys and values on both sides, before all else. ``gates``
-    multiply what heads give, each channel by the sigmoid of its own: stored "apart", as the fourth of
-    ``TensorNames.qkv``, or "by_head", each head's behind its queries. ``alibi`` adds to scores (None: nothing does).
-    With ``norms_values``, values are normalised by head, without weights. With ``values_are_keys``, they are what the
-    projection to keys gives, which is neither normalised as keys are nor rotated.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    scale: float
-    is_interleaved: bool = False
-    turns_back: bool = False
-    softcap: float | None = None
-    qk_norm: QkNorm = "none"
-    norms_rotated: bool = False
-    shares_head_norms: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    latent: LatentConfig | None = None
-    clip: float | None = None
-    gates: Gates = "none"
-    alibi: AlibiConfig | None = None
-    norms_values: bool = False
-    values_are_keys: bool = False
-
-
 class Multipliers(msgspec.Struct, frozen=True, kw_only=True):
     """Factors on what projections of a layer give (of muP, Yang et al. 2022, arXiv 2203.03466): their weights are multiplied
     while loading. Those to a state are of gates, values, keys, queries and steps.
@@ -127,20 +51,6 @@ class Multipliers(msgspec.Struct, frozen=True, kw_only=True):
     from_state: float = 1.0
     gate: float = 1.0
     down: float = 1.0
-
-
-class RecurrenceNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of tensors behind a layer's prefix; ``recurrent_tensors`` says what is in ``inputs`` and in ``convolution``. The kind "gated" has only the
-    first three.
-    """
-
-    inputs: tuple[str, ...]
-    convolution: tuple[str, ...]
-    output: str
-    decay: str = ""
-    step_bias: str = ""
-    skip: str = ""
-    norm: str = ""
 
 
 class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,42 +105,6 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.channels * (self.taps - 1) + self.num_heads * self.key_dim * self.value_dim
 
 
-class ExpertNorms(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of the norms of a layer whose router, chosen experts and shared one each normalise the hidden state by themselves,
-    and what they give: then there is no norm before such a feed-forward. ``router`` is that of the router's scales, which are
-    times ``hidden_size ** -0.5``; ``weights`` that of factors on the weight of each expert.
-    """
-
-    router: str
-    weights: str
-    experts: str
-    experts_post: str
-    shared: str
-    shared_post: str
-
-
-class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of tensors behind a layer's prefix; ``gate_up`` and ``down`` follow the prefix of an expert.
-
-    Without a name, there is no ``correction`` and no ``shared_gate``. ``latent``: of the products before and behind experts. ``shared_gate_up`` names one tensor each, or one for
-    both, gates first. ``stacks``: of tensors that hold all experts, gates and ups, and the way back; None: see
-    ``expert_tensors``.
-    """
-
-    router: str = "mlp.gate"
-    correction: str | None = None
-    expert: str = "mlp.experts.{}."
-    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    down: str = "down_proj"
-    shared: str = "mlp.shared_experts."
-    shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    shared_down: str = "down_proj"
-    shared_gate: str | None = None
-    latent: tuple[str, str] = ("", "")
-    norms: ExpertNorms | None = None
-    stacks: tuple[str, str] | None = None
-
-
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which experts there are. All tokens go through a shared one of ``shared_size`` columns; 0: there is none. Those that are
     chosen read a compressed row of ``latent_size`` columns, and what they give is expanded; 0: they read the hidden state.
@@ -269,14 +143,6 @@ class FeedForwardConfig(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertsConfig | None = None
 
 
-class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
-    """Queries grow with their position p, by the factor ``1 + beta * ln(1 + floor((p + first) / step))``."""
-
-    beta: float
-    step: int
-    first: int = 0
-
-
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``window``: how many positions a query sees, its own included; None: all. ``rope`` None: no rotation.
     ``query_growth`` None: queries stay as they are. With a ``chunk``, a query sees no more than its own chunk of so many
@@ -307,14 +173,6 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.feed_forward.intermediate_size > 0
 
 
-class Rotary(NamedTuple):
-    """A rope of heads of one size."""
-
-    rope: RopeConfig
-    head_dim: int
-    rotary_dim: int
-
-
 class Scalings(msgspec.Struct, frozen=True, kw_only=True):
     """Factors on embeddings, on what a layer adds to the hidden state, and on logits, then their bound (None: none)."""
 
@@ -322,26 +180,6 @@ class Scalings(msgspec.Struct, frozen=True, kw_only=True):
     residual: float = 1.0
     logits: float = 1.0
     logits_softcap: float | None = None
-
-
-class LayerNormNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a layer; norms without a name do not exist."""
-
-    attention: str | None = None
-    attention_post: str | None = None
-    mlp: str | None = None
-    mlp_post: str | None = None
-
-
-class LayerInputNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of tensors; those from ``gate`` on follow a layer's prefix."""
-
-    table: str = "model.embed_tokens_per_layer.weight"
-    projection: str = "model.per_layer_model_projection"
-    norm: str = "model.per_layer_projection_norm"
-    gate: str = "per_layer_input_gate"
-    back: str = "per_layer_projection"
-    post_norm: str = "post_per_layer_input_norm"
 
 
 class LayerInputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -353,52 +191,6 @@ class LayerInputs(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     vocab_size: int
     names: LayerInputNames = LayerInputNames()
-
-
-class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Names in the checkpoint; those below ``layer`` follow its prefix.
-
-    Norms, attention sinks, a table of ``positions``, ``projections`` and the ``layer_factor``, a number that multiplies the hidden
-    state behind a layer, do not exist without a name. ``qkv`` and ``gate_up``
-    name one tensor each, or one for all: part after part, key-value head after key-value head, each behind its queries
-    (``is_fused_by_head``), or in so many ``blocks`` of heads, each queries, values, keys. With ``has_inputs_first``,
-    projections of layers are ``[inputs, outputs]``. ``projections`` lead from embeddings to the first layer, and from the
-    last one to the head; as ``embedding_norm``, they are applied while loading. ``heads``: the first that is stored. Nothing reads
-    ``ignored``, what begins as one of ``ignored_prefixes``, and the ``ignored_layers`` behind the last one. With
-    ``is_part``, other models are in the same checkpoint. They are not read either, and names have more in front of them,
-    which the stored names tell. ``state_norms``: of layers with a state, if others than those of other layers. ``renamed``:
-    norms of layers that may be stored under another name, and that name.
-    """
-
-    embedding: str = "model.embed_tokens.weight"
-    embedding_norm: str | None = None
-    positions: str | None = None
-    projections: tuple[str, str] | None = None
-    final_norm: str | None = "model.norm"
-    heads: tuple[str, ...] = ("lm_head.weight",)
-    layer: str = "model.layers.{}."
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    is_fused_by_head: bool = False
-    blocks: int = 0
-    has_inputs_first: bool = False
-    query_norm: str = "self_attn.q_norm"
-    key_norm: str = "self_attn.k_norm"
-    sinks: str | None = None
-    ignored_layers: int = 0
-    ignored_prefixes: tuple[str, ...] = ()
-    output: str = "self_attn.o_proj"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    curve: str = "mlp.act_fn"
-    attention_norm: str | None = "input_layernorm"
-    attention_post_norm: str | None = None
-    mlp_norm: str | None = "post_attention_layernorm"
-    mlp_post_norm: str | None = None
-    state_norms: LayerNormNames | None = None
-    renamed: tuple[tuple[str, str], ...] = ()
-    layer_factor: str | None = None
-    ignored: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
-    is_part: bool = False
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):

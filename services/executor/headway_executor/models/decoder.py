@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from headway_executor.models.alibi import ScoreBiases
 from headway_executor.models.attention import AttentionPlan, AttentionShape
-from headway_executor.models.config import Activation, Rotary
+from headway_executor.models.attention_config import Rotary
+from headway_executor.models.config import Activation
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.recurrence import Recurrence, RowStates, StateSpan
 from headway_executor.models.rope import rotate_

@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from headway_executor.models.config import ExpertNames, ExpertsConfig, FeedForwardConfig
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
 from headway_executor.models.part import ModelPart
+from headway_executor.models.tensor_names import ExpertNames
 from headway_kernels.experts import Expert
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]

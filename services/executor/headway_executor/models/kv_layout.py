@@ -16,7 +16,8 @@ import torch
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.memory.kv_pool import CODES, StoredBlock, stored_block
-from headway_executor.models.config import AttentionConfig, ModelConfig
+from headway_executor.models.attention_config import AttentionConfig
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.part import ModelPart, whole
 
 _ALIGNED = 64

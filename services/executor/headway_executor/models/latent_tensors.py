@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.models.config import LatentConfig
+from headway_executor.models.attention_config import LatentConfig
 from headway_executor.models.part import ModelPart
 
 LATENT_EPS = 1e-6

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.models.config import (
-    AttentionConfig,
-    ModelConfig,
-    NormConfig,
-)
+from headway_executor.models.attention_config import AttentionConfig
+from headway_executor.models.config import ModelConfig, NormConfig
 from headway_executor.models.expert_tensors import ExpertTensors
 from headway_executor.models.fused_heads import by_block, by_group
 from headway_executor.models.latent_tensors import LatentTensors

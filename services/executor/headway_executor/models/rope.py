@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.models.config import AttentionConfig, QueryGrowth, RopeConfig, Rotary
+from headway_executor.models.attention_config import AttentionConfig, QueryGrowth, RopeConfig, Rotary
 
 
 def rotations(rope: RopeConfig, head_dim: int, num_positions: int, rotary_dim: int | None = None) -> Tensor:

@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from headway_executor.backend import ModelFilesError
-from headway_executor.models.config import (
-    LayerConfig,
-    LayerNormNames,
-    ModelConfig,
-    TensorNames,
-)
+from headway_executor.models.config import LayerConfig, ModelConfig
 from headway_executor.models.expert_tensors import stacked_names
+from headway_executor.models.tensor_names import LayerNormNames, TensorNames
 
 _DECODER = "model."
 _OLDER_DECODER = "backbone."

@@ -10,17 +10,14 @@ import msgspec
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.checkpoint.weights import Checkpoint
-from headway_executor.models.config import (
-    AttentionConfig,
-    FeedForwardConfig,
-    ModelConfig,
-    TensorNames,
-)
+from headway_executor.models.attention_config import AttentionConfig
+from headway_executor.models.config import FeedForwardConfig, ModelConfig
 from headway_executor.models.expert_tensors import expert_shapes
 from headway_executor.models.latent_tensors import latent_shapes
 from headway_executor.models.layer_input_tensors import layer_input_shapes, own_input_shapes
 from headway_executor.models.recurrent_tensors import recurrent_shapes
 from headway_executor.models.stored_names import LAYERS, head_name, named_as_stored
+from headway_executor.models.tensor_names import TensorNames
 
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 CURVE: Mapping[str, tuple[int, ...]] = MappingProxyType({"alpha_p": (1,), "alpha_n": (1,), "beta": ()})

@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ExpertNames, ExpertsConfig, ModelConfig, Scalings, TensorNames
+from headway_executor.models.config import ExpertsConfig, ModelConfig, Scalings
 from headway_executor.models.families.reading import (
     SLIDING,
     every_nth_full,
@@ -19,6 +19,7 @@ from headway_executor.models.families.reading import (
     windows_of,
 )
 from headway_executor.models.families.routing import behind_dense_layers, read_routing
+from headway_executor.models.tensor_names import ExpertNames, TensorNames
 from headway_kernels.routing import Scoring
 
 _NAMES = TensorNames(

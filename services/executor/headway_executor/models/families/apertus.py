@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import FeedForwardConfig, ModelConfig, TensorNames
+from headway_executor.models.config import FeedForwardConfig, ModelConfig
 from headway_executor.models.families.positions import rope_section
 from headway_executor.models.families.reading import (
     read_attention,
@@ -12,6 +12,7 @@ from headway_executor.models.families.reading import (
     refuse_partial_rotation,
     refuse_unless,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 _NAMES = TensorNames(
     gate_up=("mlp.up_proj",),

@@ -1,7 +1,7 @@
 """Bamba: a state of Mamba 2 in most layers, attention with partly rotated heads in the others."""
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, TensorNames
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.mamba import read_state
 from headway_executor.models.families.positions import rotary_factor
 from headway_executor.models.families.reading import (
@@ -13,6 +13,7 @@ from headway_executor.models.families.reading import (
     refuse_unless,
 )
 from headway_executor.models.families.routing import layers_named
+from headway_executor.models.tensor_names import TensorNames
 
 BAMBA_NAMES = TensorNames(
     final_norm="model.final_layernorm",

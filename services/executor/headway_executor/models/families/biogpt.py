@@ -3,7 +3,7 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, NormConfig, Scalings, TensorNames
+from headway_executor.models.config import ModelConfig, NormConfig, Scalings
 from headway_executor.models.families.opt import FIRST_POSITION, OPT_LAYER
 from headway_executor.models.families.reading import (
     num_layers_of,
@@ -13,6 +13,7 @@ from headway_executor.models.families.reading import (
     refuse_groups,
     refuse_unless,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 _BIOGPT_NAMES = msgspec.structs.replace(
     OPT_LAYER,

@@ -6,15 +6,8 @@ from dataclasses import replace
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import (
-    ExpertsConfig,
-    FeedForwardConfig,
-    ModelConfig,
-    NormConfig,
-    QkNorm,
-    Scalings,
-    TensorNames,
-)
+from headway_executor.models.attention_config import QkNorm
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, NormConfig, Scalings
 from headway_executor.models.families.reading import (
     FULL,
     SLIDING,
@@ -30,6 +23,7 @@ from headway_executor.models.families.reading import (
     windows_of,
 )
 from headway_executor.models.families.routing import by_mlp_type, read_routing
+from headway_executor.models.tensor_names import TensorNames
 from headway_kernels.routing import Scoring
 
 _CONTEXT = 8192

@@ -10,15 +10,8 @@ from dataclasses import replace
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import (
-    AttentionConfig,
-    ExpertsConfig,
-    FeedForwardConfig,
-    LatentConfig,
-    ModelConfig,
-    RopeConfig,
-    TensorNames,
-)
+from headway_executor.models.attention_config import AttentionConfig, LatentConfig, RopeConfig
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
 from headway_executor.models.families.mistral import growth_of
 from headway_executor.models.families.positions import read_rope, rope_section, scaled_context
 from headway_executor.models.families.reading import (
@@ -29,6 +22,7 @@ from headway_executor.models.families.reading import (
     refuse_unless,
 )
 from headway_executor.models.families.routing import behind_dense_layers, in_groups, read_corrected, read_routing
+from headway_executor.models.tensor_names import TensorNames
 
 _GLM_LITE: Mapping[str, object] = {
     "q_lora_rank": 768,

@@ -5,13 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import (
-    ExpertNames,
-    ExpertsConfig,
-    FeedForwardConfig,
-    ModelConfig,
-    TensorNames,
-)
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_attention,
@@ -22,6 +16,7 @@ from headway_executor.models.families.reading import (
     refuse_unless,
 )
 from headway_executor.models.families.routing import read_routing
+from headway_executor.models.tensor_names import ExpertNames, TensorNames
 
 _NAMES = ExpertNames(correction="mlp.moe_statics.e_score_correction_bias")
 _FURTHER_TOKENS = ("model.mtp_",)

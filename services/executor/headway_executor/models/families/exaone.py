@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import FeedForwardConfig, ModelConfig, TensorNames
+from headway_executor.models.config import FeedForwardConfig, ModelConfig
 from headway_executor.models.families.olmo import NORMS_BEHIND
 from headway_executor.models.families.reading import (
     FULL,
@@ -20,6 +20,7 @@ from headway_executor.models.families.reading import (
     windows_of,
 )
 from headway_executor.models.families.routing import behind_dense_layers, read_corrected
+from headway_executor.models.tensor_names import TensorNames
 
 
 def read_exaone4(fields: ConfigFields) -> ModelConfig:

@@ -3,7 +3,8 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import AlibiConfig, ModelConfig, TensorNames
+from headway_executor.models.attention_config import AlibiConfig
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_attention,
@@ -12,6 +13,7 @@ from headway_executor.models.families.reading import (
     read_model,
     refuse_unless,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 _NAMES = TensorNames(
     embedding="transformer.word_embeddings.weight",

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, NormConfig, QkNorm, RopeConfig, Scalings, TensorNames
+from headway_executor.models.attention_config import QkNorm, RopeConfig
+from headway_executor.models.config import ModelConfig, NormConfig, Scalings
 from headway_executor.models.families.reading import (
     every_nth_full,
     read_attention,
@@ -16,6 +17,7 @@ from headway_executor.models.families.reading import (
     window_of,
     windows_of,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 _NAMES = TensorNames(
     attention_post_norm="post_attention_layernorm",

@@ -6,19 +6,15 @@ from typing import Any
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
+from headway_executor.models.attention_config import AttentionConfig, RopeConfig
 from headway_executor.models.config import (
-    AttentionConfig,
-    ExpertNames,
-    ExpertNorms,
     ExpertsConfig,
     FeedForwardConfig,
     LayerConfig,
     LayerInputs,
     ModelConfig,
     NormConfig,
-    RopeConfig,
     Scalings,
-    TensorNames,
 )
 from headway_executor.models.families.positions import read_rope
 from headway_executor.models.families.reading import (
@@ -33,6 +29,7 @@ from headway_executor.models.families.reading import (
     windows_of,
 )
 from headway_executor.models.families.routing import read_routing
+from headway_executor.models.tensor_names import ExpertNames, ExpertNorms, TensorNames
 
 _NAMES = TensorNames(
     attention_post_norm="post_attention_layernorm",

@@ -1,7 +1,7 @@
 """GLM 4 to 4.7: a part of each head rotated, biases; in GLM 4.5 and later, and Solar, experts as DeepSeek V3 has them."""
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, TensorNames
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.positions import rotary_factor
 from headway_executor.models.families.reading import (
     read_attention,
@@ -11,6 +11,7 @@ from headway_executor.models.families.reading import (
     refuse_unless,
 )
 from headway_executor.models.families.routing import behind_dense_layers, read_corrected
+from headway_executor.models.tensor_names import TensorNames
 
 _PARTIAL = 0.5
 _CONTEXT = 131_072

@@ -3,7 +3,7 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, TensorNames
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_attention,
@@ -13,6 +13,7 @@ from headway_executor.models.families.reading import (
     refuse_groups,
     refuse_unless,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 _CONTEXT = 1024
 GPT2_FIELDS = {

@@ -1,7 +1,7 @@
 """GPT-NeoX and Pythia: attention beside the feed-forward, layer norms, a part of each head rotated."""
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, NormConfig, TensorNames
+from headway_executor.models.config import ModelConfig, NormConfig
 from headway_executor.models.families.positions import read_rope, rotary_factor, scaled_context
 from headway_executor.models.families.reading import (
     num_layers_of,
@@ -10,6 +10,7 @@ from headway_executor.models.families.reading import (
     read_model,
     refuse_unless,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 _CONTEXT = 2048
 _NAMES = TensorNames(

@@ -3,7 +3,7 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ExpertNames, ExpertsConfig, ModelConfig, NormConfig, TensorNames
+from headway_executor.models.config import ExpertsConfig, ModelConfig, NormConfig
 from headway_executor.models.families.reading import (
     FULL,
     SLIDING,
@@ -18,6 +18,7 @@ from headway_executor.models.families.reading import (
     windows_of,
 )
 from headway_executor.models.families.routing import read_routing
+from headway_executor.models.tensor_names import ExpertNames, TensorNames
 
 _NAMES = TensorNames(sinks="self_attn.sinks")
 _EXPERT_NAMES = ExpertNames(router="mlp.router")

@@ -3,7 +3,8 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, RopeConfig, TensorNames
+from headway_executor.models.attention_config import RopeConfig
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.gpt2 import GPT2_FIELDS
 from headway_executor.models.families.reading import (
     num_layers_of,
@@ -13,6 +14,7 @@ from headway_executor.models.families.reading import (
     read_model,
     refuse_groups,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 _CONTEXT, _ROTARY_DIM = 2048, 64
 _BLOCKS = 4

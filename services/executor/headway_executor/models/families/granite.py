@@ -5,15 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import (
-    ExpertNames,
-    ExpertsConfig,
-    FeedForwardConfig,
-    ModelConfig,
-    RecurrenceConfig,
-    Scalings,
-    TensorNames,
-)
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RecurrenceConfig, Scalings
 from headway_executor.models.families.reading import (
     is_of_gguf,
     read_attention,
@@ -22,6 +14,7 @@ from headway_executor.models.families.reading import (
     refuse_partial_rotation,
 )
 from headway_executor.models.families.routing import read_routing
+from headway_executor.models.tensor_names import ExpertNames, TensorNames
 
 _EXPERT_NAMES = ExpertNames(
     router="block_sparse_moe.router.layer",

@@ -3,7 +3,7 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, TensorNames
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.granite import read_mixture, read_scaled
 from headway_executor.models.families.mamba import read_state
 from headway_executor.models.families.reading import (
@@ -14,6 +14,7 @@ from headway_executor.models.families.reading import (
     num_layers_of,
     read_feed_forward,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 _DENSE_NAMES = TensorNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 _NAMES_APART = TensorNames(gate_up=("shared_mlp.gate_proj", "shared_mlp.up_proj"), down="shared_mlp.down_proj")

@@ -3,9 +3,10 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import FeedForwardConfig, LayerConfig, ModelConfig, TensorNames
+from headway_executor.models.config import FeedForwardConfig, LayerConfig, ModelConfig
 from headway_executor.models.families.granite import read_granite_dense, read_mixture, read_scaled
 from headway_executor.models.families.reading import FULL, SLIDING, layer_types_of, num_layers_of, windows_of
+from headway_executor.models.tensor_names import TensorNames
 
 _NAMES = TensorNames(sinks="self_attn.sinks")
 _DENSE = {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "tie_word_embeddings": True}

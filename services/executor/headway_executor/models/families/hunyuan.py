@@ -3,14 +3,8 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import (
-    ExpertNames,
-    ExpertsConfig,
-    FeedForwardConfig,
-    ModelConfig,
-    RopeConfig,
-    TensorNames,
-)
+from headway_executor.models.attention_config import RopeConfig
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
 from headway_executor.models.families.positions import THETA, rope_section
 from headway_executor.models.families.reading import (
     num_layers_of,
@@ -22,6 +16,7 @@ from headway_executor.models.families.reading import (
     refuse_unless,
 )
 from headway_executor.models.families.routing import read_routing
+from headway_executor.models.tensor_names import ExpertNames, TensorNames
 
 _NAMES = TensorNames(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
 _EXPERT_NAMES = ExpertNames(router="mlp.gate.wg", shared="mlp.shared_mlp.")

@@ -6,15 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import (
-    ExpertNames,
-    FeedForwardConfig,
-    ModelConfig,
-    NormConfig,
-    RecurrenceConfig,
-    RecurrenceNames,
-    TensorNames,
-)
+from headway_executor.models.config import FeedForwardConfig, ModelConfig, NormConfig, RecurrenceConfig
 from headway_executor.models.families.reading import (
     FULL,
     kinds_of,
@@ -25,6 +17,7 @@ from headway_executor.models.families.reading import (
     refuse_partial_rotation,
 )
 from headway_executor.models.families.routing import layers_named, read_corrected
+from headway_executor.models.tensor_names import ExpertNames, RecurrenceNames, TensorNames
 
 _CONVOLUTION = "conv"
 

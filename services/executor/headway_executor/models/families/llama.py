@@ -1,7 +1,7 @@
 """Llama 2, 3 and 3.x, and what differs from it by a few fields: Arcee, Seed-OSS, Helium, Code World Model."""
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, TensorNames
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.reading import (
     FULL,
     SLIDING,
@@ -15,6 +15,7 @@ from headway_executor.models.families.reading import (
     window_of,
     windows_of,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 _CWM_ROPE = {
     "rope_type": "llama3",

@@ -5,7 +5,8 @@ from dataclasses import replace
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ExpertNames, ExpertsConfig, ModelConfig, QueryGrowth, TensorNames
+from headway_executor.models.attention_config import QueryGrowth
+from headway_executor.models.config import ExpertsConfig, ModelConfig
 from headway_executor.models.families.positions import read_rope
 from headway_executor.models.families.reading import (
     CHUNKED,
@@ -20,6 +21,7 @@ from headway_executor.models.families.reading import (
 )
 from headway_executor.models.families.routing import layers_named, read_routing
 from headway_executor.models.families.smollm import rotating_layers
+from headway_executor.models.tensor_names import ExpertNames, TensorNames
 from headway_kernels.routing import Scoring
 
 _NAMES = TensorNames(gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj")

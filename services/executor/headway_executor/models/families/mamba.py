@@ -6,7 +6,8 @@ Owns: fields and names of a state's tensors that several share. Must not know: o
 import math
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import RecurrenceConfig, RecurrenceNames
+from headway_executor.models.config import RecurrenceConfig
+from headway_executor.models.tensor_names import RecurrenceNames
 
 _INFINITIES = (math.inf, {"__float__": "Infinity"})
 """As Python writes it in JSON, and as transformers 5 does."""

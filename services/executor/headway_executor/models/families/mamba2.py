@@ -1,15 +1,11 @@
 """Mamba 2: layers of a state alone."""
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import (
-    AttentionConfig,
-    FeedForwardConfig,
-    ModelConfig,
-    NormConfig,
-    TensorNames,
-)
+from headway_executor.models.attention_config import AttentionConfig
+from headway_executor.models.config import FeedForwardConfig, ModelConfig, NormConfig
 from headway_executor.models.families.mamba import read_plain_state
 from headway_executor.models.families.reading import num_layers_of, read_model, refuse_unless
+from headway_executor.models.tensor_names import TensorNames
 
 _CONTEXT = 262_144
 """Nothing in a model bounds it; its steps and tables want a bound, and Codestral has been tested up to this one."""

@@ -3,7 +3,8 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, QueryGrowth
+from headway_executor.models.attention_config import QueryGrowth
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.positions import rope_section
 from headway_executor.models.families.reading import (
     FULL,

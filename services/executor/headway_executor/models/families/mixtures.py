@@ -6,14 +6,8 @@ from dataclasses import replace
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import (
-    AttentionConfig,
-    ExpertNames,
-    ExpertsConfig,
-    FeedForwardConfig,
-    ModelConfig,
-    TensorNames,
-)
+from headway_executor.models.attention_config import AttentionConfig
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
 from headway_executor.models.families.olmo import NORMS_BEHIND
 from headway_executor.models.families.positions import rotary_factor
 from headway_executor.models.families.qwen import QWEN3_HEAD_DIM, QWEN_CONTEXT
@@ -39,6 +33,7 @@ from headway_executor.models.families.routing import (
     read_corrected,
     read_routing,
 )
+from headway_executor.models.tensor_names import ExpertNames, TensorNames
 from headway_kernels.routing import Scoring
 
 MIXTRAL_NAMES = ExpertNames(

@@ -3,7 +3,8 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import AlibiConfig, FeedForwardConfig, ModelConfig, NormConfig, TensorNames
+from headway_executor.models.attention_config import AlibiConfig
+from headway_executor.models.config import FeedForwardConfig, ModelConfig, NormConfig
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_attention,
@@ -11,6 +12,7 @@ from headway_executor.models.families.reading import (
     refuse_groups,
     refuse_unless,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 _CONTEXT = 2048
 _NAMES = TensorNames(

@@ -3,13 +3,14 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, NormConfig, Scalings, TensorNames
+from headway_executor.models.config import ModelConfig, NormConfig, Scalings
 from headway_executor.models.families.reading import (
     read_attention,
     read_feed_forward,
     read_model,
     refuse_partial_rotation,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 _SOFTCAP = 15.0
 _NAMES = TensorNames(embedding_norm="model.norm", gate_up=("mlp.fc1",), down="mlp.fc2")

@@ -5,13 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import (
-    ExpertNames,
-    FeedForwardConfig,
-    ModelConfig,
-    NormConfig,
-    TensorNames,
-)
+from headway_executor.models.config import FeedForwardConfig, ModelConfig, NormConfig
 from headway_executor.models.families.mamba import read_plain_state
 from headway_executor.models.families.reading import (
     FULL,
@@ -22,6 +16,7 @@ from headway_executor.models.families.reading import (
     refuse_unless,
 )
 from headway_executor.models.families.routing import read_corrected
+from headway_executor.models.tensor_names import ExpertNames, TensorNames
 
 _DENSE, _SPARSE = "mlp", "moe"
 _LETTERS = {"M": LINEAR, "*": FULL, "-": _DENSE, "E": _SPARSE}

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, NormConfig, RopeConfig, TensorNames
+from headway_executor.models.attention_config import RopeConfig
+from headway_executor.models.config import ModelConfig, NormConfig
 from headway_executor.models.families.reading import (
     every_nth_full,
     read_attention,
@@ -20,6 +21,7 @@ from headway_executor.models.families.reading import (
     window_of,
     windows_of,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 NORMS_BEHIND = TensorNames(
     attention_norm=None,

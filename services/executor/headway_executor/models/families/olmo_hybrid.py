@@ -3,7 +3,7 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import LayerNormNames, ModelConfig, RecurrenceConfig, RecurrenceNames
+from headway_executor.models.config import ModelConfig, RecurrenceConfig
 from headway_executor.models.families.olmo import NORMS_BEHIND
 from headway_executor.models.families.reading import (
     FULL,
@@ -17,6 +17,7 @@ from headway_executor.models.families.reading import (
     refuse_partial_rotation,
     refuse_unless,
 )
+from headway_executor.models.tensor_names import LayerNormNames, RecurrenceNames
 
 _EPS_OF_STATES = 1e-5
 _NAMES = msgspec.structs.replace(

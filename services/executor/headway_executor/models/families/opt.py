@@ -3,7 +3,7 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, NormConfig, TensorNames
+from headway_executor.models.config import ModelConfig, NormConfig
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_attention,
@@ -12,6 +12,7 @@ from headway_executor.models.families.reading import (
     refuse_groups,
     refuse_unless,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 FIRST_POSITION = 2
 OPT_LAYER = TensorNames(

@@ -3,7 +3,7 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, TensorNames
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.positions import rotary_factor
 from headway_executor.models.families.reading import (
     read_attention,
@@ -12,6 +12,7 @@ from headway_executor.models.families.reading import (
     read_model,
     refuse_groups,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 _NAMES = TensorNames(
     final_norm="model.final_layernorm",

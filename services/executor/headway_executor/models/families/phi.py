@@ -8,7 +8,8 @@ from dataclasses import replace
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ExpertsConfig, ModelConfig, NormConfig, RopeConfig, TensorNames
+from headway_executor.models.attention_config import RopeConfig
+from headway_executor.models.config import ExpertsConfig, ModelConfig, NormConfig
 from headway_executor.models.families.mixtures import MIXTRAL_NAMES
 from headway_executor.models.families.positions import original_context_of, read_rope, rope_section, rotary_factor
 from headway_executor.models.families.reading import (
@@ -22,6 +23,7 @@ from headway_executor.models.families.reading import (
     window_of,
 )
 from headway_executor.models.families.routing import read_routing
+from headway_executor.models.tensor_names import TensorNames
 from headway_kernels.routing import Scoring
 
 _CONTEXT = 4096

@@ -5,7 +5,7 @@ Owns: the kinds of rope scaling, the context that they give. Must not know: fami
 
 from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import MAX_SIZE, ConfigFields
-from headway_executor.models.config import RopeConfig
+from headway_executor.models.attention_config import RopeConfig
 
 _KINDS = "default, linear, dynamic, yarn, llama3"
 THETA = 10_000.0

@@ -5,15 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import (
-    ExpertsConfig,
-    FeedForwardConfig,
-    ModelConfig,
-    NormConfig,
-    RecurrenceConfig,
-    RecurrenceNames,
-    TensorNames,
-)
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, NormConfig, RecurrenceConfig
 from headway_executor.models.families.mixtures import SHARED_EXPERT, sparse_layers
 from headway_executor.models.families.positions import rotary_factor
 from headway_executor.models.families.qwen import QWEN_CONTEXT
@@ -29,6 +21,7 @@ from headway_executor.models.families.reading import (
     refuse_unless,
 )
 from headway_executor.models.families.routing import read_routing
+from headway_executor.models.tensor_names import RecurrenceNames, TensorNames
 
 _FUSED, _APART = ("in_proj_qkvz", "in_proj_ba"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 

@@ -10,21 +10,19 @@ from collections.abc import Sequence
 
 from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import ConfigFields
+from headway_executor.models.attention_config import AttentionConfig, QkNorm, RopeConfig
 from headway_executor.models.config import (
     Activation,
-    AttentionConfig,
     FeedForwardConfig,
     LayerConfig,
     ModelConfig,
     Multipliers,
     NormConfig,
-    QkNorm,
     RecurrenceConfig,
-    RopeConfig,
     Scalings,
-    TensorNames,
 )
 from headway_executor.models.families.positions import THETA, read_rope, rotary_factor, scaled_context
+from headway_executor.models.tensor_names import TensorNames
 
 SLIDING, FULL, CHUNKED, LINEAR = "sliding_attention", "full_attention", "chunked_attention", "linear_attention"
 DEFAULT_WINDOW = 4096

@@ -9,8 +9,9 @@ from dataclasses import replace
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ExpertNames, ExpertsConfig, FeedForwardConfig
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
 from headway_executor.models.families.reading import num_layers_of, read_feed_forward, refuse_unless
+from headway_executor.models.tensor_names import ExpertNames
 from headway_kernels.routing import MOST_EXPERTS, Routing, Scoring
 
 CORRECTION = "mlp.gate.e_score_correction_bias"

@@ -1,7 +1,7 @@
 """StableLM, Nemotron and Jais 2: layer norms; in the first two, a part of each head rotated."""
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, NormConfig, TensorNames
+from headway_executor.models.config import ModelConfig, NormConfig
 from headway_executor.models.families.positions import rotary_factor
 from headway_executor.models.families.reading import (
     read_attention,
@@ -10,6 +10,7 @@ from headway_executor.models.families.reading import (
     refuse_partial_rotation,
     refuse_unless,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 
 def read_stablelm(fields: ConfigFields) -> ModelConfig:

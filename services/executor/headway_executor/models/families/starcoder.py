@@ -1,7 +1,7 @@
 """StarCoder2: layer norms, biases everywhere, and a feed-forward without a gate."""
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, NormConfig, TensorNames
+from headway_executor.models.config import ModelConfig, NormConfig
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_attention,
@@ -10,6 +10,7 @@ from headway_executor.models.families.reading import (
     refuse_partial_rotation,
     window_of,
 )
+from headway_executor.models.tensor_names import TensorNames
 
 _NAMES = TensorNames(gate_up=("mlp.c_fc",), down="mlp.c_proj")
 

@@ -1,0 +1,106 @@
+"""The description of attention, and of how positions enter it. Must not know: layers, files, who computes."""
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+QkNorm: TypeAlias = Literal["none", "head", "all", "plain", "layer"]
+Gates: TypeAlias = Literal["none", "apart", "by_head"]
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position embedding; see ``rope``. ``factors`` divide the frequencies of longrope. Of "proportional", so large a
+    ``share`` of the frequencies turns.
+    """
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_context: int = 0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    factors: tuple[float, ...] = ()
+    share: float = 1.0
+
+
+class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys and values of all heads come from one compressed row of ``rank``, queries from one of ``query_rank`` (None:
+    from the hidden state). Heads of keys have ``plain_dim`` channels of their own and share ``rotary_dim``.
+    """
+
+    query_rank: int | None
+    rank: int
+    rotary_dim: int
+    plain_dim: int
+    value_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        """Channels of a key."""
+        return self.plain_dim + self.rotary_dim
+
+
+class AlibiConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Scores fall with the distance of a key, in each head at a slope of its own; see ``alibi``. ``is_rounded``: slopes and
+    biases are rounded to bfloat16, and then scaled as scores are.
+    """
+
+    is_rounded: bool = False
+
+
+class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``scale`` multiplies scores; then ``softcap`` (None: none) bounds them.
+
+    The first ``rotary_dim`` channels of a head are rotated in pairs: channel i with i + rotary_dim / 2, or neighbours if
+    ``is_interleaved``; with ``turns_back``, the other way round. ``qk_norm`` normalises queries and keys by head, or over all heads of a token, or "plain": by
+    head, without weights, in layers with a rope; "layer" is a layer norm by head, each with weights of its own, or, with
+    ``shares_head_norms``, of one weight and one bias. It
+    does so before they are rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of
+    a compressed row. ``clip`` (None: none) bounds queries, keys and values on both sides, before all else. ``gates``
+    multiply what heads give, each channel by the sigmoid of its own: stored "apart", as the fourth of
+    ``TensorNames.qkv``, or "by_head", each head's behind its queries. ``alibi`` adds to scores (None: nothing does).
+    With ``norms_values``, values are normalised by head, without weights. With ``values_are_keys``, they are what the
+    projection to keys gives, which is neither normalised as keys are nor rotated.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    scale: float
+    is_interleaved: bool = False
+    turns_back: bool = False
+    softcap: float | None = None
+    qk_norm: QkNorm = "none"
+    norms_rotated: bool = False
+    shares_head_norms: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    latent: LatentConfig | None = None
+    clip: float | None = None
+    gates: Gates = "none"
+    alibi: AlibiConfig | None = None
+    norms_values: bool = False
+    values_are_keys: bool = False
+
+
+class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries grow with their position p, by the factor ``1 + beta * ln(1 + floor((p + first) / step))``."""
+
+    beta: float
+    step: int
+    first: int = 0
+
+
+class Rotary(NamedTuple):
+    """A rope of heads of one size."""
+
+    rope: RopeConfig
+    head_dim: int
+    rotary_dim: int
