@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+import gguf_gemma4
 import gguf_older
 import gguf_states
 from checkpoints import CONTEXT, VOCAB_SIZE, randomise, small_sizes, tokenizer
@@ -254,7 +255,7 @@ FURTHER: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
 }
-FURTHER |= gguf_states.MODELS | gguf_older.MODELS
+FURTHER |= gguf_states.MODELS | gguf_older.MODELS | gguf_gemma4.MODELS
 MODELS |= FURTHER
 """By name: the family in transformers' words, and its configuration."""
 
@@ -306,8 +307,9 @@ _ARCHITECTURES = (
     }
     | gguf_states.ARCHITECTURES
     | gguf_older.ARCHITECTURES
+    | gguf_gemma4.ARCHITECTURES
 )
-_WITH_PARTS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+_WITH_PARTS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 _PERMUTED = ("Llama", "Ministral3", "Mixtral", "Granite", "SmolLM3", "Olmo", "Arcee")
 
 
@@ -358,6 +360,7 @@ def dequantised(stored: NDArray[Any], kind: Kind) -> Values:
 _NUMBERS = (
     *("norm.weight", ".bias", "gate.weight", "router.weight", "conv.conv.weight", "conv1d.weight"),
     *("A_log", ".D"),
+    *gguf_gemma4.NUMBERS,
 )
 """What stays float32."""
 
@@ -393,7 +396,7 @@ def write_file(
         change(writer)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     for name, values in _in_layout(family, config, tensors):
-        place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        place = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
         of_this = kind
         if values.ndim == 1 or name.endswith(_NUMBERS):
@@ -526,6 +529,7 @@ _CHANGES: dict[str, _Change] = dict.fromkeys(_PERMUTED, _permuted) | {
     **gguf_states.CHANGES,
     **gguf_older.CHANGES,
     "GraniteMoeHybrid": gguf_states.mamba(_granite_moe),
+    "Gemma4": gguf_gemma4.change,
     "GPTNeoX": _gpt_neox,
     "GptOss": _gpt_oss,
     "Llama4": _llama4,
@@ -814,6 +818,7 @@ _SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "Ministral3": _add_ministral3,
     "Gemma2": _add_gemma2,
     "Gemma3": _add_window,
+    "Gemma4": gguf_gemma4.add_settings,
     "Phi3": _add_phi3,
     "Granite": _add_granite,
     "GPTNeoX": _add_gpt_neox,

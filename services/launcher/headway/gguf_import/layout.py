@@ -18,7 +18,7 @@ Order: TypeAlias = Callable[[Tensor], Tensor]
 Split: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]
 """Of the rows of a weight, or of their blocks: weights by their names behind the layer's prefix."""
 
-_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INSIDE = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -85,7 +85,7 @@ class Layout:
     """
 
     inside: Mapping[str, str]
-    outside: Mapping[str, str] = field(default_factory=lambda: _OUTSIDE)
+    outside: Mapping[str, str] = field(default_factory=lambda: OUTSIDE)
     layer: str = "model.layers.{}."
     orders: Mapping[str, Order] = field(default_factory=dict)
     joined: Mapping[tuple[str, ...], Joined] = field(default_factory=dict)

@@ -132,11 +132,15 @@ class Metadata:
     @property
     def inner_size(self) -> int:
         """Columns of feed-forwards, of layers that have one."""
-        key = "feed_forward_length"
-        some = set(self._of_layers(key, self.integer("expert_feed_forward_length", 0, low=0) or None)) - {0}
+        some = set(self.inner_sizes) - {0}
         if len(some) != 1:
-            raise self.refuse(key, "one number of columns")
+            raise self.refuse("feed_forward_length", "one number of columns")
         return some.pop()
+
+    @property
+    def inner_sizes(self) -> list[int]:
+        """Columns of the feed-forward of each layer; 0: it has none."""
+        return self._of_layers("feed_forward_length", self.integer("expert_feed_forward_length", 0, low=0) or None)
 
     def _of_layers(self, key: str, default: int | None) -> list[int]:
         """One number of all layers, or one of each."""

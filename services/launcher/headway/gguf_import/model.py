@@ -106,7 +106,7 @@ def _usual_fields(metadata: Metadata, family: Family) -> dict[str, object]:
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": metadata.integer("embedding_length"),
         "num_hidden_layers": metadata.num_layers,
-        **(_widths(metadata) if metadata.attends else {}),
+        **(_widths(metadata, family) if metadata.attends else {}),
         eps: metadata.number(eps_key),
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensor_names,
@@ -118,10 +118,11 @@ def _usual_fields(metadata: Metadata, family: Family) -> dict[str, object]:
     }
 
 
-def _widths(metadata: Metadata) -> dict[str, object]:
+def _widths(metadata: Metadata, family: Family) -> dict[str, object]:
     return {
         "num_attention_heads": metadata.num_heads,
-        "num_key_value_heads": metadata.num_kv_heads,
+        # Layers may differ, of which the family tells.
+        "num_key_value_heads": family.fields.get("num_key_value_heads") or metadata.num_kv_heads,
         "head_dim": metadata.head_dim,
     }
 

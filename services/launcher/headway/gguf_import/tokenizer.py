@@ -1,9 +1,10 @@
 """The tokenizer of a GGUF file, as tokenizer.json and tokenizer_config.json of a checkpoint directory.
 
-Owns: the two kinds of tokenizers. Must not know: models, files that are written.
+Owns: the three kinds of tokenizers. Must not know: models, files that are written.
 
 ``gpt2`` is byte-level byte pair encoding with merges. ``llama`` is SentencePiece's, whose merges follow from the scores: a
-pair of tokens is merged in the order of the score of the token that it makes.
+pair of tokens is merged in the order of the score of the token that it makes. ``gemma4`` has the characters of the second
+and the merges of the first.
 """
 
 from typing import Any
@@ -20,9 +21,12 @@ _BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken")
 _FOR_TOOLS = "tokenizer.chat_template.tool_use"
 _ENDS = {
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"),
+    *("<turn|>", "<|tool_response>"),
     *("<|end_of_text|>", "<EOT>", "_<EOT>", "<｜end▁of▁sentence｜>"),  # noqa: RUF001
 }
 """Of llama.cpp's (``src/llama-vocab.cpp``), those of the families here."""
+_SHOWN_ENDS = {"<|tool_response>"}
+"""Gemma 4's, which its files have among the tokens to show."""
 _HARMONY = {"<|return|>", "<|call|>", "<|end|>"}
 """gpt-oss, where ``<|end|>`` stands between the messages of one answer."""
 
@@ -38,13 +42,18 @@ def tokenizer_of(file: GgufFile) -> Tokenizer:
     elif kind == "llama":
         made = _sentence_piece(file, tokens, kinds)
         adds_first = True
+    elif kind == "gemma4":
+        made = _by_characters(file, tokens, kinds)
+        adds_first = True
     else:
-        raise file.refuse(f"tokenizer.ggml.model {shown(kind)} is not supported; allowed: gpt2, llama")
+        raise file.refuse(f"tokenizer.ggml.model {shown(kind)} is not supported; allowed: gpt2, llama, gemma4")
     special = [token for token, its in zip(tokens, kinds, strict=True) if its == _CONTROL]
     own = [token for token, its in zip(tokens, kinds, strict=True) if its == _USER]
     made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     made.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
-    first = [_token(file, "bos")] if file.value("tokenizer.ggml.add_bos_token", int(adds_first)) else []
+    # llama.cpp heeds no other word of Gemma 4's first token.
+    adds_first = kind == "gemma4" or bool(file.value("tokenizer.ggml.add_bos_token", int(adds_first)))
+    first = [_token(file, "bos")] if adds_first else []
     last = [_token(file, "eos")] if file.value("tokenizer.ggml.add_eos_token", 0) else []
     if first or last:
         _enclose(made, first, last)
@@ -56,8 +65,11 @@ def end_tokens_of(file: GgufFile) -> list[int]:
     named = {file.index(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")}
     found = {index for index in named if index is not None}
     tokens = _tokens(file)
+    kinds = _of_each(file, "token_type", tokens, int)
     texts = {
-        token for token, its in zip(tokens, _of_each(file, "token_type", tokens, int), strict=True) if its == _CONTROL
+        token
+        for token, its in zip(tokens, kinds, strict=True)
+        if its == _CONTROL or (its == _USER and token in _SHOWN_ENDS)
     }
     ends = _ENDS - {"<|end|>"} if texts >= _HARMONY else _ENDS
     return sorted(found | {index for index, token in enumerate(tokens) if token in ends & texts})
@@ -134,12 +146,30 @@ def _pair(file: GgufFile, merge: str, vocabulary: dict[str, int]) -> tuple[str, 
     return left, right
 
 
+def _by_characters(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
+    """A line is one word, and so are the ends of lines that follow each other."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = [_pair(file, merge, vocabulary) for merge in file.each("tokenizer.ggml.merges", str)]
+    made = _with_byte_tokens(vocabulary, merges, tokens, kinds)
+    made.normalizer = normalizers.Replace(" ", _SPACE)
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    made.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return made
+
+
+def _with_byte_tokens(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], tokens: list[str], kinds: list[int]
+) -> Tokenizer:
+    """A character that is no token is the tokens of its bytes."""
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
+    return Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+
+
 def _sentence_piece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     scores = _of_each(file, "scores", tokens, float, int)
-    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
     merges = _merges_of(dict(zip(tokens, scores, strict=True)), vocabulary)
-    made = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    made = _with_byte_tokens(vocabulary, merges, tokens, kinds)
     steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
     ends: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.value("tokenizer.ggml.add_space_prefix", 1):

@@ -99,7 +99,7 @@ def read_gemma4(fields: ConfigFields) -> ModelConfig:
 def _with_experts(fields: ConfigFields, dense: FeedForwardConfig) -> FeedForwardConfig:
     """Beside the ``dense`` feed-forward."""
     routing = read_routing(fields, ("num_experts", None), chosen=None, is_normalised=True, chosen_field="top_k_experts")
-    experts = ExpertsConfig(routing=routing, shared_size=dense.intermediate_size, stack="rows", names=_EXPERTS)
+    experts = ExpertsConfig(routing=routing, shared_size=dense.intermediate_size, names=_EXPERTS)
     size = fields.integer("moe_intermediate_size")
     return FeedForwardConfig(intermediate_size=size, activation=dense.activation, experts=experts)
 
