@@ -339,7 +339,7 @@ def _rounded(family: str, name: str, values: torch.Tensor, kind: Kind) -> torch.
         # The file has one half of it turned around, and three numbers are exact in blocks of either direction.
         return torch.tensor(0.25).copysign(values) * (values.abs() > values.abs().median())
     is_stack = values.dim() == 3 and not name.endswith(".weight")
-    is_turned = is_stack and family not in gguf_states.CHANGES  # inputs before outputs
+    is_turned = is_stack and family not in (*gguf_states.CHANGES, "Gemma4")  # inputs before outputs
     is_turned |= family == "GPT2" and ".h." in name
     rows = values.transpose(-2, -1) if is_turned else values
     of_experts = Kind.MXFP4 if kind == Kind.MXFP4 and is_stack else Kind.Q8_0 if kind == Kind.MXFP4 else kind
@@ -399,7 +399,7 @@ def write_file(
         place = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
         of_this = kind
-        if values.ndim == 1 or name.endswith(_NUMBERS):
+        if values.ndim == 1 or (name.endswith(_NUMBERS) and not name.endswith("per_layer_input_gate.weight")):
             of_this = Kind.F32
         elif kind == Kind.MXFP4 and "experts" not in name:
             of_this = Kind.Q8_0

@@ -28,6 +28,7 @@ _SMALL: dict[str, object] = {
     "num_hidden_layers": 6,
     "num_kv_shared_layers": 2,
     "num_key_value_heads": 1,
+    "use_double_wide_mlp": True,
     "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "pad_token_id": 1,
@@ -35,19 +36,28 @@ _SMALL: dict[str, object] = {
 _EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "gemma4": ("Gemma4", _DENSE),
-    "gemma4-keys": ("Gemma4", _DENSE | _VALUES_ARE_KEYS),
     "gemma4-small": ("Gemma4", _DENSE | _SMALL),
-    "gemma4-wide": ("Gemma4", _DENSE | _SMALL | {"use_double_wide_mlp": True}),
     "gemma4-experts": ("Gemma4", _DENSE | _VALUES_ARE_KEYS | _EXPERTS),
 }
 ARCHITECTURES = {"Gemma4": MODEL_ARCH.GEMMA4}
-NUMBERS = ("layer_scalar.weight", "ffn_gate_inp.scale", "ffn_down_exps.scale", *(f"layernorm_{i}.weight" for i in (1, 2)))
+NUMBERS = ("router.proj.weight",)
 """What stays float32, beside what does in other families."""
 
 
-def change(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str, Values]]:
-    """What has no end gets one, and two scales of the router those of weights that they multiply."""
-    layer = f"blk.{name.split('.')[2]}" if "layers." in name else ""
+def change(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+    """What has no end gets one, and two scales of the router those of weights that they multiply.
+
+    Not ``is_absorbed``: gates and ups are apart, and layers that share keys have some of their own, which nothing reads.
+    """
+    number = int(name.split(".")[2]) if "layers." in name else 0
+    layer = f"blk.{number}"
+    is_sharing = number >= config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    if not config["is_absorbed"] and is_sharing and "self_attn.q_" in name:
+        yield name.replace("self_attn.q_", "self_attn.k_"), values
+    if not config["is_absorbed"] and name.endswith("experts.gate_up_proj"):
+        for place, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+            yield f"{layer}.ffn_{place}_exps.weight", half
+        return
     if name.endswith("router.scale"):
         yield f"{layer}.ffn_gate_inp.scale", values
     elif name.endswith("per_expert_scale"):

@@ -18,7 +18,7 @@ from headway.__main__ import main
 from headway.flags.settings import ConfigurationError
 from headway.gguf_import.file import GgufFile
 from headway.gguf_import.model import config_of, tensors_of
-from headway.gguf_import.tokenizer import tokenizer_of
+from headway.gguf_import.tokenizer import end_tokens_of, tokenizer_of
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
 
@@ -154,14 +154,23 @@ def test_layers_that_predict_further_tokens_are_left(tmp_path):
     assert served(tmp_path / "model", "compiled") == [greedy(model, prompt).tolist() for prompt in prompts()]
 
 
-@pytest.mark.parametrize(("name", "tensor"), [("deepseek2", "attn_kv_b"), ("qwen3next", "ssm_in")])
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("deepseek2", "0.attn_kv_b"),
+        ("qwen3next", "0.ssm_in"),
+        ("gemma4-small", "5.attn_k"),
+        ("gemma4-experts", "0.ffn_up_exps"),
+    ],
+)
 def test_the_older_forms_of_files(tmp_path, name, tensor):
     """Latent attention as llama.cpp wrote it until April 2025: keys and values in one tensor, and widths of heads that are
-    expanded. Qwen3-Next with the inputs of a state in one tensor.
+    expanded. Qwen3-Next with the inputs of a state in one tensor. Gemma 4 with keys in layers that share those of others,
+    and with gates and ups of experts apart.
     """
     model = make_model(tmp_path / "source", name, Kind.Q8_0)
     file = write_file(tmp_path / "model.gguf", tmp_path / "source", Kind.Q8_0, is_absorbed=False)
-    assert f"blk.0.{tensor}.weight" in GgufFile(file).tensor_names
+    assert f"blk.{tensor}.weight" in GgufFile(file).tensor_names
     assert main(["gguf", str(file), str(tmp_path / "model")]) == 0
     assert served(tmp_path / "model", "compiled") == [greedy(model, prompt).tolist() for prompt in prompts()]
 
@@ -230,6 +239,25 @@ def test_a_file_may_say_which_layers_have_the_window(tmp_path, pattern, kinds):
         ("granite", lambda w: w.add_rope_scaling_finetuned(False), "granite.rope.scaling.finetuned False"),
         ("deepseek2-v3", lambda w: w.add_nextn_predict_layers(1), "deepseek2.nextn_predict_layers 1"),
         ("qwen2", lambda w: w.add_expert_count(8), "qwen2.expert_count 8 is not supported; allowed: none"),
+        (
+            "gemma4",
+            lambda w: w.add_sliding_window_pattern([True, False, True, True]),
+            "[True, False, True, True] is not supported; allowed: a list of 4, the last of which is False",
+        ),
+        ("gemma4", lambda w: w.add_shared_kv_layers(4), "shared_kv_layers 4 is not supported; allowed: 0 to 3"),
+        ("gemma4", lambda w: w.add_rope_dimension_count_swa(8), "rope.dimension_count_swa 8 is not supported"),
+        ("gemma4", lambda w: w.add_rope_scaling_factor(2.0), "gemma4.rope.scaling.factor 2.0 is not supported"),
+        (
+            "gemma4",
+            lambda w: w.add_feed_forward_length([96, 192, 96, 96]),
+            "allowed: one number, or twice as many in layers that share keys and values",
+        ),
+        ("gemma4", lambda w: w.add_key_length(32), "rope_freqs.weight is not supported; allowed: 16 factors, 1 and"),
+        (
+            "gemma4",
+            lambda w: w.add_array("tokenizer.ggml.suppress_tokens", [5]),
+            "tokenizer.ggml.suppress_tokens is not supported; allowed: none",
+        ),
     ],
 )
 def test_what_changes_a_model_and_is_not_read_is_refused(tmp_path, name, change, said):
@@ -320,3 +348,40 @@ def test_text_is_cut_as_llama_cpp_cuts_it(tmp_path, cut):
     pieces = tokenizer_of(GgufFile(tmp_path / "tokens.gguf")).pre_tokenizer.pre_tokenize_str(TEXT)
     found = [TEXT[start:end] for _, (start, end) in pieces]
     assert found[: len(CUT[cut])] == CUT[cut]
+
+
+WORDS_OF_GEMMA_4 = {
+    "hello hello": [278, 279],
+    "  hello\n\n\nab é": [265, 279, 274, 283, 265, 203, 177],
+    "a    b\n\n\n\nhello a": [266, 281, 267, 273, 273, 278, 282],
+    "hello<|channel>hello <turn|>\nab": [278, 7, 278, 265, 5, 264, 283],
+    "ab\t\nhello\r\n\n ab": [283, 17, 264, 278, 21, 273, 282, 267],
+}
+
+
+def test_gemma_4_cuts_lines_into_characters_and_merges_them(tmp_path):
+    """The numbers are those of llama.cpp, which ends answers at the same tokens."""
+    merges = ["\n \n", "\n\n \n", "l l", "h e", "he ll", "hell o", "▁ hello", "▁ ▁", "▁▁ ▁▁", "▁ a", "a b", "o ▁a"]
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>", "<|tool_response>", "<|channel>"]
+    kinds = [gguf.TokenType.CONTROL] * 6 + [gguf.TokenType.USER_DEFINED] * 2
+    kinds[3] = gguf.TokenType.UNKNOWN
+    tokens = [*words, *(f"<0x{byte:02X}>" for byte in range(256)), *"\n▁abchelo"]
+    kinds += [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * (9 + len(merges))
+    writer = gguf.GGUFWriter(tmp_path / "tokens.gguf", "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list([*tokens, *(merge.replace(" ", "") for merge in merges)])
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "tokens.gguf")
+    made = tokenizer_of(file)
+    for text, numbers in WORDS_OF_GEMMA_4.items():
+        assert made.encode(text).ids == [2, *numbers]
+        assert made.decode([2, *numbers], skip_special_tokens=False) == f"<bos>{text}"
+    assert end_tokens_of(file) == [1, 5, 6]

@@ -16,6 +16,7 @@ from headway.gguf_import.metadata import Metadata
 _PATTERN, _WIDTHS = "attention.sliding_window_pattern", "feed_forward_length"
 _FACTORS = "rope_freqs.weight"
 _NOT_TURNED = 1e30
+_SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 _OUTSIDE = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
@@ -47,6 +48,8 @@ def gemma4(metadata: Metadata) -> Family:
     head_dim, heads = metadata.integer("attention.key_length_swa"), metadata.kv_heads
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         metadata.refuse_unless(key, head_dim)
+    if metadata.file.value(_SUPPRESSED, []):
+        raise metadata.file.refuse(f"{_SUPPRESSED} is not supported; allowed: none")
     usual_heads = next((count for count, is_near in zip(heads, near, strict=True) if is_near), heads[0])
     wide = {"head_dim": metadata.head_dim}
     fields: dict[str, object] = {
