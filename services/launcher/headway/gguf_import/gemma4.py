@@ -59,8 +59,8 @@ def gemma4(metadata: Metadata) -> Family:
         "head_dim": head_dim,
         "num_key_value_heads": usual_heads,
         "per_layer_config": {
-            str(index): ({} if near[index] else wide) | {"num_key_value_heads": heads[index]}
-            for index in range(metadata.num_layers)
+            str(index): ({} if is_near else wide) | {"num_key_value_heads": count}
+            for index, (is_near, count) in enumerate(zip(near, heads, strict=True))
         },
         "attention_k_eq_v": _are_values_keys(metadata, near[:num_own]),
         "num_kv_shared_layers": metadata.num_layers - num_own,
@@ -115,8 +115,10 @@ def _inner_sizes(metadata: Metadata, num_own: int) -> dict[str, object]:
 
 def _inputs(metadata: Metadata) -> dict[str, object]:
     size = metadata.integer("embedding_length_per_layer_input", 0, low=0)
-    words = metadata.file.shape("per_layer_token_embd.weight")[0] if size else 0
-    return {"hidden_size_per_layer_input": size} | ({"vocab_size_per_layer_input": words} if size else {})
+    if not size:
+        return {"hidden_size_per_layer_input": 0}
+    words = metadata.file.shape("per_layer_token_embd.weight")[0]
+    return {"hidden_size_per_layer_input": size, "vocab_size_per_layer_input": words}
 
 
 def _experts(metadata: Metadata) -> dict[str, object]:
