@@ -184,8 +184,8 @@ class Layer:
             lambda rows: functional.linear(rows, self.router[:NUM_EXPERTS]),
             tuple(map(given, self.experts)),
             self.correction,
-            None if self.shared is None else given(self.shared),
-            (lambda rows: functional.linear(rows, self.router[NUM_EXPERTS:])) if self.gate else None,
+            shared=None if self.shared is None else given(self.shared),
+            shared_gate=(lambda rows: functional.linear(rows, self.router[NUM_EXPERTS:])) if self.gate else None,
         )
 
     def expected(self, hidden, rounded=lambda rows: rows):

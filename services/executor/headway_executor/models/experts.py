@@ -25,8 +25,8 @@ class Experts:
     Ranks that have parts of each expert exchange columns ``between`` its products and ``behind`` them, once for all
     experts. All tokens go through the ``shared`` expert, if any, which the sigmoid of ``shared_gate`` (``[tokens, 1]``)
     weighs, if any. All others read what ``compress`` gives, and ``expand`` takes their sum. ``correction``: see
-    ``choose_experts``. ``factors``, float32, ``[experts]``, multiply the weights of experts. ``begin`` is told the token of each row that goes through experts,
-    expert after expert, and how many each has.
+    ``choose_experts``. ``factors``, float32, ``[experts]``, multiply the weights of experts. ``begin`` is told the token of
+    each row that goes through experts, expert after expert, and how many each has.
     """
 
     routing: Routing
