@@ -209,12 +209,8 @@ def test_blocks_that_are_still_being_written_are_awaited_while_answers_go_on(ope
     step = resume(second, stored, [*PROMPT, token], len(PROMPT))
     behind = second.send()
     seen = len(second.bodies)
-    ends = time.monotonic() + 0.6
-    while time.monotonic() < ends:
-        second.turn()
-    waiting = second.bodies[seen:]
-    assert len([body for body in waiting if isinstance(body, ExecutorHeartbeat)]) >= 2
-    assert all(isinstance(body, ExecutorHeartbeat) for body in waiting)
+    second.until(lambda: len(second.bodies) >= seen + 2)
+    assert all(isinstance(body, ExecutorHeartbeat) for body in second.bodies[seen:])
     first.store._memory.records[HOST[0]] = kept
     assert second.answer(step).stale_rows == b""
     assert [token, *second.tokens(step), *second.tokens(behind)] == expected_tokens(PROMPT, 3)
