@@ -35,8 +35,10 @@ from headway_kernels.cpu.structs import (
 
 _T = TypeVar("_T")
 
-_MOST_LANES = 16
-"""Of any variant of the library."""
+_MOST_BEYOND = 32
+"""A register of biases may reach so far behind the last one: its lanes, at most 16, and the positions of a tile, at most 12,
+whose first row reads as far as its last one sees.
+"""
 
 
 class NormKind(IntEnum):
@@ -407,10 +409,10 @@ def _all_columns(shape: DecoderShape) -> OwnColumns:
 
 
 def _laid_out(biases: Tensor, biases_distances: bool) -> Tensor:
-    """In the order of keys, with zeros behind the last one: a register of them may reach beyond. A key's bias then stands as far
-    from the query's own as the key does.
+    """In the order of keys, with zeros behind the last one. A key's bias then stands as far from the query's own as the key
+    does.
     """
-    return functional.pad(biases.flip(1) if biases_distances else biases, (0, _MOST_LANES)).contiguous()
+    return functional.pad(biases.flip(1) if biases_distances else biases, (0, _MOST_BEYOND)).contiguous()
 
 
 def _shape_struct(
@@ -452,7 +454,7 @@ def _shape_struct(
         positions=address(shape.positions),
         score_biases=address(biases),
         bias_stride=0 if biases is None else biases.shape[1],
-        last_distance=0 if biases is None or not shape.biases_distances else biases.shape[1] - _MOST_LANES - 1,
+        last_distance=0 if biases is None or not shape.biases_distances else biases.shape[1] - _MOST_BEYOND - 1,
         final_norm=_norm_struct(shape.final_norm),
         inputs=None if shape.inputs is None else ctypes.addressof(shape.inputs.struct),
     )

@@ -28,8 +28,8 @@ enum kv_form { KV_FLOAT32 = 0, KV_BFLOAT16 = 1, KV_PAIRS = 2 };
 /* head_dim is a multiple of LANES, at most MAX_HEAD_DIM: the caller pads heads with zeros.
  *
  * `biases` [num_heads, bias_stride] or NULL are added to scaled scores. That of a key is at its position; or, if there
- * is a last_distance, at last_distance less its distance (Press et al. 2021, arXiv 2108.12409). LANES more of them are
- * readable. */
+ * is a last_distance, at last_distance less its distance (Press et al. 2021, arXiv 2108.12409). LANES + TILE_ROWS more
+ * of them are readable. */
 typedef struct {
     int64_t num_heads;
     int64_t num_kv_heads;
