@@ -205,9 +205,8 @@ def _open_draft(config: BackendConfig, draft: ModelSettings | None) -> AbstractC
 
 
 def _adapters(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> ModelAdapters:
-    order = halves
     adapters = ModelAdapters(
-        model_config, order, whole(model_config), place=lambda weights: with_table(on_device(weights, device))
+        model_config, halves, whole(model_config), place=lambda weights: with_table(on_device(weights, device))
     )
     for name, directory in config.adapters.items():
         adapters.load(adapters.read(name, directory))

@@ -52,10 +52,10 @@ def load_decoder(
 
     ``adapters`` are of the steps that will run; None: there can be none.
     """
-    device, order = tunings.device, halves
+    device = tunings.device
     weights = DeviceWeights(
         checkpoint,
-        lambda source: ModelTensors(config, source, order, device),
+        lambda source: ModelTensors(config, source, halves, device),
         quantization,
         activations,
         dtype,

@@ -34,9 +34,9 @@ from headway_proto.wording import shown
 class AdapterSite(Enum):
     """A product of a layer to which an adapter may add.
 
-    A state has two of its own. Latent attention has four in place of ``QKV``: to queries, to what they are compressed to, to what keys and values are,
-    and from there to them. A layer with experts has eight in place of ``GATE_UP`` and ``DOWN``; the last two are of all experts
-    that tokens choose from, and two are before and behind those.
+    A state has two of its own. Latent attention has four in place of ``QKV``: to queries, to what they are compressed to, to
+    what keys and values are, and from there to them. A layer with experts has eight in place of ``GATE_UP`` and ``DOWN``. Of
+    these, two are of all experts that tokens choose from, and two are before and behind those.
     """
 
     QKV = auto()

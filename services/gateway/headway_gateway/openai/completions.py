@@ -183,12 +183,12 @@ class PromptReader:
     async def _add_prompt(self) -> None:
         if not self._echoes and not self._wants_ids:
             return
-        text, tokens = (self._prompt.text, self.prompt) if self._echoes else ("", [])
+        text = self._prompt.text if self._echoes else ""
+        tokens = self.prompt if self._echoes and self._wants_logprobs else None
+        ids = self._prompt.token_ids if self._wants_ids else None
         for index in range(self._num_choices):
-            piece = Piece(self._first_index + index, text, tokens if self._wants_logprobs and self._echoes else None)
-            if self._wants_ids:
-                piece = piece._replace(token_ids=[], prompt_token_ids=self._prompt.token_ids)
-            await self._sink.add(piece)
+            own_ids: list[int] | None = None if ids is None else []
+            await self._sink.add(Piece(self._first_index + index, text, tokens, own_ids, ids))
 
     async def _take_delta(self, delta: api.Delta) -> None:
         if self._drops_output:

@@ -8,9 +8,9 @@ from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_attention,
-    read_feed_forward,
     read_layer_norm,
     read_model,
+    read_plain_feed_forward,
     refuse_unless,
 )
 from headway_executor.models.tensor_names import TensorNames
@@ -53,14 +53,7 @@ def read_falcon(fields: ConfigFields) -> ModelConfig:
         fields,
         default_context=2048,
         attention=msgspec.structs.replace(attention, alibi=AlibiConfig(is_rounded=True)) if alibi else attention,
-        feed_forward=read_feed_forward(
-            fields,
-            field="activation",
-            default="gelu",
-            size=4 * fields.integer("hidden_size"),
-            is_gated=False,
-            has_bias=has_bias,
-        ),
+        feed_forward=read_plain_feed_forward(fields, field="activation", default="gelu", has_bias=has_bias),
         norm=read_layer_norm(fields),
         ropes=[None] * num_layers_of(fields) if alibi else None,
         names=msgspec.structs.replace(

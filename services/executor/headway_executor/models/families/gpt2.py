@@ -7,9 +7,9 @@ from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_attention,
-    read_feed_forward,
     read_layer_norm,
     read_model,
+    read_plain_feed_forward,
     refuse_groups,
     refuse_unless,
 )
@@ -51,14 +51,7 @@ def read_gpt2(fields: ConfigFields) -> ModelConfig:
         fields,
         default_context=_CONTEXT,
         attention=read_attention(fields, scale=None if is_scaled else 1.0, qkv_bias=True, output_bias=True),
-        feed_forward=read_feed_forward(
-            fields,
-            field="activation_function",
-            default="gelu_new",
-            size=4 * fields.integer("hidden_size"),
-            is_gated=False,
-            has_bias=True,
-        ),
+        feed_forward=read_plain_feed_forward(fields),
         norm=read_layer_norm(fields),
         ropes=[None] * num_layers_of(fields),
         names=msgspec.structs.replace(GPT2_NAMES, has_inputs_first=not is_gguf),  # Those files turn all weights.

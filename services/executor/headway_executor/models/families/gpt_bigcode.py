@@ -8,9 +8,9 @@ from headway_executor.models.families.gpt2 import GPT2_FIELDS, GPT2_NAMES
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_attention,
-    read_feed_forward,
     read_layer_norm,
     read_model,
+    read_plain_feed_forward,
     refuse_unless,
 )
 
@@ -33,14 +33,7 @@ def read_gpt_bigcode(fields: ConfigFields) -> ModelConfig:
         fields,
         default_context=1024,
         attention=attention,
-        feed_forward=read_feed_forward(
-            fields,
-            field="activation_function",
-            default="gelu_pytorch_tanh",
-            size=4 * fields.integer("hidden_size"),
-            is_gated=False,
-            has_bias=True,
-        ),
+        feed_forward=read_plain_feed_forward(fields, default="gelu_pytorch_tanh"),
         norm=read_layer_norm(fields),
         ropes=[None] * num_layers_of(fields),
         names=msgspec.structs.replace(GPT2_NAMES, is_fused_by_head=not has_one),

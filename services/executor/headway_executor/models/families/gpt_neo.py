@@ -8,9 +8,9 @@ from headway_executor.models.families.gpt2 import GPT2_NAMES
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_attention,
-    read_feed_forward,
     read_layer_norm,
     read_model,
+    read_plain_feed_forward,
     refuse_groups,
 )
 
@@ -33,14 +33,7 @@ def read_gpt_neo(fields: ConfigFields) -> ModelConfig:
         fields,
         default_context=2048,
         attention=read_attention(fields, scale=1.0, output_bias=True),
-        feed_forward=read_feed_forward(
-            fields,
-            field="activation_function",
-            default="gelu_new",
-            size=4 * fields.integer("hidden_size"),
-            is_gated=False,
-            has_bias=True,
-        ),
+        feed_forward=read_plain_feed_forward(fields),
         norm=read_layer_norm(fields),
         windows=[window if kind == _LOCAL else None for kind in _kinds(fields)],
         ropes=[None] * num_layers_of(fields),

@@ -9,9 +9,9 @@ from headway_executor.models.families.gpt2 import GPT2_FIELDS
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_attention,
-    read_feed_forward,
     read_layer_norm,
     read_model,
+    read_plain_feed_forward,
     refuse_groups,
 )
 from headway_executor.models.tensor_names import TensorNames
@@ -57,14 +57,7 @@ def _read(fields: ConfigFields, names: TensorNames) -> ModelConfig:
         fields,
         default_context=_CONTEXT,
         attention=msgspec.structs.replace(attention, rotary_dim=rotary_dim),
-        feed_forward=read_feed_forward(
-            fields,
-            field="activation_function",
-            default="gelu_new",
-            size=4 * fields.integer("hidden_size"),
-            is_gated=False,
-            has_bias=True,
-        ),
+        feed_forward=read_plain_feed_forward(fields),
         norm=read_layer_norm(fields),
         ropes=[RopeConfig()] * num_layers_of(fields),
         names=names,

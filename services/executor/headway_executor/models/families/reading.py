@@ -99,6 +99,14 @@ def read_feed_forward(
     )
 
 
+def read_plain_feed_forward(
+    fields: ConfigFields, *, field: str = "activation_function", default: str = "gelu_new", has_bias: bool = True
+) -> FeedForwardConfig:
+    """One as in GPT-2: without a gate, four times as wide as the hidden state unless the file says."""
+    size = 4 * fields.integer("hidden_size")
+    return read_feed_forward(fields, field=field, default=default, size=size, is_gated=False, has_bias=has_bias)
+
+
 def read_rms_norm(fields: ConfigFields, *, eps: float = 1e-6, rounds_first: bool = True) -> NormConfig:
     """RMS norms, by default as in Llama."""
     return NormConfig(eps=fields.number("rms_norm_eps", eps), rounds_first=rounds_first)
