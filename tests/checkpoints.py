@@ -587,6 +587,17 @@ _NEMOTRON_H: dict[str, object] = {
     "use_bias": True,
 }
 
+_LFM3: dict[str, object] = {
+    "layer_types": ["conv", "full_attention", "sliding_attention"],
+    "head_dim": 16,
+    "sliding_window": 20,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": _rope("proportional", rope_theta=1e6, partial_rotary_factor=0.5),
+        "sliding_attention": _rope("default"),
+    },
+}
+
 _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], tie_word_embeddings=True),
     "lfm2-bias": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], conv_bias=True, conv_L_cache=4),
@@ -598,6 +609,8 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=20,
     ),
+    "lfm3": _named("Lfm3", **_LFM3),
+    "lfm3-plain": _named("Lfm3", **_LFM3, use_attention_gate=False, use_sandwich_norm=False, conv_bias=True),
     "qwen3_next": _named("Qwen3Next", mlp_only_layers=[1], **DELTA),
     "qwen3_5": _named("Qwen3_5", "Qwen3_5Text", **DELTA),
     "qwen3_5_moe": _named("Qwen3_5Moe", "Qwen3_5MoeText", **DELTA),

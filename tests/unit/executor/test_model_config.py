@@ -40,6 +40,8 @@ NAME_THETA = {
     "cohere2_moe",
     "cohere2_moe-sigmoid",
     "granitehybrid-experts",
+    "lfm3",
+    "lfm3-plain",
     "nemotron_h",
     "mamba2",
 }

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 QkNorm: TypeAlias = Literal["none", "head", "all", "plain", "layer"]
-Gates: TypeAlias = Literal["none", "apart", "by_head"]
+Gates: TypeAlias = Literal["none", "apart", "by_head", "of_heads"]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     does so before they are rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of
     a compressed row. ``clip`` (None: none) bounds queries, keys and values on both sides, before all else. ``gates``
     multiply what heads give, each channel by the sigmoid of its own: stored "apart", as the fourth of
-    ``TensorNames.qkv``, or "by_head", each head's behind its queries. ``alibi`` adds to scores (None: nothing does).
+    ``TensorNames.qkv``, or "by_head", each head's behind its queries; "of_heads" are stored apart, one for a
+    whole head. ``alibi`` adds to scores (None: nothing does).
     With ``norms_values``, values are normalised by head, without weights. With ``values_are_keys``, they are what the
     projection to keys gives, which is neither normalised as keys are nor rotated.
     """

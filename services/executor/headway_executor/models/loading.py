@@ -325,13 +325,16 @@ class ModelTensors:
         else:
             gates = self._config.attention.gates
             of_queries = range(2 * heads.start, 2 * heads.stop) if gates == "by_head" else heads
-            owns_all = (of_queries, kv_heads, kv_heads, *([heads] if gates == "apart" else []))
+            of_gates = {"apart": [heads], "of_heads": [self._part.heads]}
+            owns_all = (of_queries, kv_heads, kv_heads, *of_gates.get(gates, []))
             queries, keys, values, *apart = self._parts(
                 index, self._names.qkv, kind, qkv_widths(self._config, index), owns_all
             )
             if gates == "by_head":
                 pairs = queries.view(-1, 2, self._config.head_dim, *queries.shape[1:])
                 queries, *apart = (part.flatten(0, 1) for part in pairs.unbind(1))
+            elif gates == "of_heads":  # Each channel has the gate of its head.
+                apart = [apart[0].repeat_interleave(attention.head_dim, 0)]
         factors = self._config.multipliers
         queries = times(self._reordered(index, queries), factors.queries)
         return [queries, times(self._reordered(index, keys), factors.keys), times(values, factors.values), *apart]

@@ -168,7 +168,8 @@ def qkv_widths(config: ModelConfig, index: int) -> tuple[int, ...]:
         return (queries, keys)[: len(qkv_names(config, index))]
     if gates == "by_head":
         return 2 * queries, keys, keys
-    return (queries, keys, keys, queries) if gates == "apart" else (queries, keys, keys)
+    of_gates = {"apart": (queries,), "of_heads": (config.num_heads,)}
+    return queries, keys, keys, *of_gates.get(gates, ())
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint, quantization: str = "none") -> None:

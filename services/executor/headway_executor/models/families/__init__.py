@@ -48,7 +48,7 @@ from headway_executor.models.families.granite import read_granite, read_granite_
 from headway_executor.models.families.granite_hybrid import read_granite_hybrid
 from headway_executor.models.families.granite_swa import read_granite_moe_swa, read_granite_swa
 from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe
-from headway_executor.models.families.lfm2 import read_lfm2, read_lfm2_moe
+from headway_executor.models.families.lfm2 import read_lfm2, read_lfm2_moe, read_lfm3
 from headway_executor.models.families.llama import read_arcee, read_cwm, read_helium, read_llama, read_seed_oss
 from headway_executor.models.families.llama4 import read_llama4
 from headway_executor.models.families.mamba2 import read_mamba2
@@ -135,6 +135,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Jais2ForCausalLM": read_jais2,
     "Lfm2ForCausalLM": read_lfm2,
     "Lfm2MoeForCausalLM": read_lfm2_moe,
+    "Lfm3ForCausalLM": read_lfm3,
     "Llama4ForCausalLM": read_llama4,
     "LlamaForCausalLM": read_llama,
     "MPTForCausalLM": read_mpt,

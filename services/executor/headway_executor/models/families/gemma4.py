@@ -78,7 +78,7 @@ def read_gemma4(fields: ConfigFields) -> ModelConfig:
         feed_forward=feeds,
         norm=NormConfig(eps=fields.number("rms_norm_eps", 1e-6)),
         windows=windows_of(fields, kinds, fields.integer("sliding_window", _WINDOW)),
-        ropes=_ropes_of(fields, kinds),
+        ropes=ropes_of(fields, kinds, 0.25),
         scalings=Scalings(
             embedding=fields.integer("hidden_size") ** 0.5,
             logits_softcap=fields.optional_number("final_logit_softcapping"),
@@ -160,7 +160,8 @@ def _of_layer(fields: ConfigFields, index: int, kind: str) -> ConfigFields:
     return ConfigFields(fields.source, {**fields.values, **own})
 
 
-def _ropes_of(fields: ConfigFields, kinds: Sequence[str]) -> list[RopeConfig]:
+def ropes_of(fields: ConfigFields, kinds: Sequence[str], share: float) -> list[RopeConfig | None]:
+    """Of each layer, if its kind has one. Without windows, a ``share`` of the frequencies turns, by default."""
     empty = ConfigFields(fields.source, {})
     parameters = fields.section("rope_parameters") or empty
     ropes = {}
@@ -171,11 +172,11 @@ def _ropes_of(fields: ConfigFields, kinds: Sequence[str]) -> list[RopeConfig]:
                 fields.source,
                 {
                     "rope_type": "default" if kind == SLIDING else "proportional",
-                    "partial_rotary_factor": 1.0 if kind == SLIDING else 0.25,
+                    "partial_rotary_factor": 1.0 if kind == SLIDING else share,
                 },
             )
         ropes[kind] = _rope_of(section or empty, theta)
-    return [ropes[kind] for kind in kinds]
+    return [ropes.get(kind) for kind in kinds]
 
 
 def _rope_of(section: ConfigFields, theta: float) -> RopeConfig:

@@ -52,6 +52,13 @@ _GEMMA4 = {
     "num_hidden_layers": 30,
     "num_attention_heads": 8,
 }
+_LFM3 = {
+    "vocab_size": 128_000,
+    "hidden_size": 2048,
+    "intermediate_size": 7680,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
 _QWEN3_VL_MOE = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1408,
@@ -96,6 +103,7 @@ _TEXTS = {
     "gpt_oss": _Text("GptOssForCausalLM"),
     "granite": _Text("GraniteForCausalLM"),
     "lfm2": _Text("Lfm2ForCausalLM"),
+    "lfm3": _Text("Lfm3ForCausalLM", _LFM3),
     "llama": _Text("LlamaForCausalLM", _LLAMA),
     "ministral3": _Text("Ministral3ForCausalLM"),
     "mistral": _Text("MistralForCausalLM", _LLAMA | {"intermediate_size": 14_336, "num_key_value_heads": 8}),
@@ -117,6 +125,7 @@ _OPEN = {
     "Idefics3": "llama",
     "InternVL": "qwen2",
     "Lfm2Vl": "lfm2",
+    "Lfm3Vl": "lfm3",
     "Llava": "llama",
     "LlavaNext": "llama",
     "LlavaNextVideo": "llama",
