@@ -203,6 +203,20 @@ _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "cohere2": lambda: _cohere2(sliding_window=20, sliding_window_pattern=2, logit_scale=0.5, tie_word_embeddings=True),
 }
 
+
+def _named(name: str, config: str = "", **changes: object) -> Callable[[], PreTrainedModel]:
+    """A family by its name in transformers; its ``config`` may have another."""
+    model, config = f"{name}ForCausalLM", f"{config or name}Config"
+    return lambda: _of(getattr(transformers, model), getattr(transformers, config))(**changes)
+
+
+def _of_llama(name: str, **changes: object) -> Callable[[], PreTrainedModel]:
+    """A family that transformers has as a Llama with a configuration of its own, under the name that it was published with."""
+    return lambda: _of(type(f"{name}ForCausalLM", (LlamaForCausalLM,), {}), getattr(transformers, f"{name}Config"))(
+        **changes
+    )
+
+
 _LATENT: dict[str, object] = {
     "num_key_value_heads": 4,
     "n_routed_experts": 8,
@@ -272,13 +286,6 @@ _MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {
 
 _WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
-
-def _named(name: str, config: str = "", **changes: object) -> Callable[[], PreTrainedModel]:
-    """A family by its name in transformers; its ``config`` may have another."""
-    model, config = f"{name}ForCausalLM", f"{config or name}Config"
-    return lambda: _of(getattr(transformers, model), getattr(transformers, config))(**changes)
-
-
 _SHARED: dict[str, object] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -296,6 +303,24 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
     "exaone4": _named("Exaone4", head_dim=16, **_WINDOWS),
     "olmo3": _named(
         "Olmo3", rope_parameters={"full_attention": _YARN_ROPE, "sliding_attention": _rope("default")}, **_WINDOWS
+    ),
+    "internlm3": _of_llama("InternLM3", head_dim=16, attention_bias=True, mlp_bias=True),
+    "iquest_coder": _of_llama("IQuestCoder", head_dim=16),
+    "minicpm3": _named(
+        "MiniCPM3",
+        q_lora_rank=20,
+        rope_parameters=_rope(
+            "longrope",
+            short_factor=[1.0 + i / 8 for i in range(4)],
+            long_factor=[2.0 + i for i in range(4)],
+            original_max_position_embeddings=CONTEXT,
+        ),
+        max_position_embeddings=2 * CONTEXT,
+        tie_word_embeddings=True,
+        **_LATENT | {"v_head_dim": 12},
+    ),
+    "hunyuan_v3": _named(
+        "HYV3", num_experts=6, num_experts_per_tok=2, num_shared_experts=2, moe_intermediate_size=20, head_dim=16
     ),
     "arcee": _named("Arcee", mlp_bias=True),
     "seed_oss": _named("SeedOss", head_dim=16, attention_out_bias=True),

@@ -188,6 +188,33 @@ _WHOLES |= {
         ),
     ),
 }
+_WHOLES["kimi_k25"] = (
+    "Kimi_K25",
+    {
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+    },
+    _text(
+        "deepseek_v3",
+        num_key_value_heads=4,
+        q_lora_rank=20,
+        kv_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=12,
+        v_head_dim=14,
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=20,
+        first_k_dense_replace=1,
+    ),
+)
 WHOLES = tuple(_WHOLES)
 """Names that ``make_whole`` knows."""
 
@@ -206,6 +233,12 @@ def make_whole(directory: Path, name: str, **changes: object) -> PreTrainedModel
     model = randomise(getattr(transformers, f"{of_class}ForConditionalGeneration")(config), name)
     model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
+    if (
+        name == "kimi_k25"
+    ):  # As it is published; transformers 5.23 saves layers of the text under the name of those that see.
+        rename_tensors(
+            directory, lambda stored: stored.replace("language_model.model.blocks.", "language_model.model.layers.")
+        )
     return model
 
 

@@ -359,6 +359,13 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name
         ("hunyuan_moe", {"moe_topk": [2, 2, 3]}, "moe_topk"),
         ("hunyuan_moe", {"num_shared_expert": [2, 2, 2]}, "num_shared_expert"),
         ("hunyuan_moe", {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped"),
+        ("hunyuan_v3", {"mlp_bias": True}, "mlp_bias"),
+        ("hunyuan_v3", {"moe_router_use_sigmoid": False}, "moe_router_use_sigmoid"),
+        ("internlm3", {"mlp_bias": False}, "mlp_bias"),
+        ("iquest_coder", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("iquest_coder", {"use_sliding_window": True}, "use_sliding_window"),
+        ("minicpm3", {"mlp_bias": True}, "mlp_bias"),
+        ("minicpm3", {"scale_depth": 0}, "scale_depth"),
         ("mellum", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types"),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list"),
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size"),
@@ -455,6 +462,30 @@ def test_hunyuans_alpha_is_a_theta_for_any_length(tmp_path):
         table = rotations(ours, 16, 300)
         torch.testing.assert_close(table.real, cos[0, :, :8], rtol=0, atol=1e-5)
         torch.testing.assert_close(table.imag, sin[0, :, :8], rtol=0, atol=1e-5)
+
+
+def test_what_transformers_has_as_a_llama_has_the_defaults_of_its_model_type(tmp_path):
+    bare = {
+        field: value
+        for field, value in LLAMA.items()
+        if field not in ("num_key_value_heads", "max_position_embeddings")
+    }
+    for kind, name, heads in (("internlm3", "InternLM3", 2), ("iquestcoder", "IQuestCoder", 4)):
+        own = bare | {"model_type": kind, "num_attention_heads": 2 * heads, "num_key_value_heads": heads}
+        as_llama, own_name = (read(tmp_path, own | {"architectures": [f"{of}ForCausalLM"]}) for of in ("Llama", name))
+        assert msgspec.structs.replace(as_llama, architecture=own_name.architecture) == own_name
+        assert (own_name.norm.eps, own_name.head_dim) == (1e-5, 128)
+    published = bare | {"architectures": ["InternLM3ForCausalLM"], "bias": True, "qkv_bias": True}
+    assert read(tmp_path, published).attention.qkv_bias
+    with pytest.raises(ModelFilesError, match=r"^config\.json: bias True is not supported"):
+        read(tmp_path, published | {"qkv_bias": False})
+
+
+def test_a_null_is_no_factor_of_minicpm3(tmp_path):
+    make_model("minicpm3").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    plain = read(tmp_path, values | {"scale_depth": None, "dim_model_base": None}).scalings
+    assert (plain.residual, plain.logits) == (1.0, 1.0)
 
 
 def test_command_rs_context_is_that_of_its_training(tmp_path):

@@ -208,6 +208,10 @@ def test_ropes_of_sections_are_those_of_such_models_alone(tmp_path):
             {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "opt"}},
             "text_config: model_type 'opt' is not supported; allowed: cohere2, ",
         ),
+        (
+            {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": {"model_type": "kimi_linear"}},
+            "text_config: model_type 'kimi_linear' is not supported; allowed: deepseek_v3, kimi_k2",
+        ),
         ({"architectures": ["OtherForConditionalGeneration"]}, "allowed: the text of AyaVision, "),
     ],
 )

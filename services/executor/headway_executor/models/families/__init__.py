@@ -27,6 +27,7 @@ from headway_executor.models.families.deepseek import (
     read_deepseek_v2,
     read_deepseek_v3,
     read_glm4_moe_lite,
+    read_minicpm3,
     read_mistral4,
     read_youtu,
 )
@@ -47,9 +48,17 @@ from headway_executor.models.families.gptj import read_codegen, read_gptj
 from headway_executor.models.families.granite import read_granite, read_granite_moe, read_hyperclovax
 from headway_executor.models.families.granite_hybrid import read_granite_hybrid
 from headway_executor.models.families.granite_swa import read_granite_moe_swa, read_granite_swa
-from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe
+from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe, read_hunyuan_v3
 from headway_executor.models.families.lfm2 import read_lfm2, read_lfm2_moe, read_lfm3
-from headway_executor.models.families.llama import read_arcee, read_cwm, read_helium, read_llama, read_seed_oss
+from headway_executor.models.families.llama import (
+    read_arcee,
+    read_cwm,
+    read_helium,
+    read_internlm3,
+    read_iquest_coder,
+    read_llama,
+    read_seed_oss,
+)
 from headway_executor.models.families.llama4 import read_llama4
 from headway_executor.models.families.mamba2 import read_mamba2
 from headway_executor.models.families.mistral import read_ministral, read_ministral3, read_mistral
@@ -131,7 +140,10 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
     "HeliumForCausalLM": read_helium,
+    "HYV3ForCausalLM": read_hunyuan_v3,
     "HyperCLOVAXForCausalLM": read_hyperclovax,
+    "IQuestCoderForCausalLM": read_iquest_coder,
+    "InternLM3ForCausalLM": read_internlm3,
     "Jais2ForCausalLM": read_jais2,
     "Lfm2ForCausalLM": read_lfm2,
     "Lfm2MoeForCausalLM": read_lfm2_moe,
@@ -141,6 +153,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "MPTForCausalLM": read_mpt,
     "Mamba2ForCausalLM": read_mamba2,
     "MellumForCausalLM": read_mellum,
+    "MiniCPM3ForCausalLM": read_minicpm3,
     "MiniMaxM2ForCausalLM": read_minimax_m2,
     "Ministral3ForCausalLM": read_ministral3,
     "MinistralForCausalLM": read_ministral,
@@ -196,6 +209,10 @@ _KNOWN_CODE = frozenset(
         "hunyuan.HunYuanMoEV1ForCausalLM",
         "modeling_falcon.FalconForCausalLM",
         "modeling_mpt.MPTForCausalLM",
+        "modeling_internlm3.InternLM3ForCausalLM",
+        "modeling_iquestcoder.IQuestCoderForCausalLM",
+        "modeling_minicpm.MiniCPM3ForCausalLM",
+        "modeling_kimi_k25.KimiK25ForConditionalGeneration",
         "modeling_internvl_chat.InternVLChatModel",
         "modeling_minimax_m2.MiniMaxM2ForCausalLM",
         "modeling_nemotron_h.NemotronHForCausalLM",

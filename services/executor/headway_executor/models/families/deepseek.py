@@ -1,6 +1,6 @@
 """DeepSeek V2 and V3: latent attention, groups of experts beside shared ones, the first layers dense.
 
-GLM 4.7 Flash and Mistral 4 are such, too; Youtu is one without experts.
+GLM 4.7 Flash and Mistral 4 are such, too; Youtu is one without experts, and MiniCPM3 one with factors.
 """
 
 import math
@@ -11,9 +11,9 @@ import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.attention_config import AttentionConfig, LatentConfig, RopeConfig
-from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, Scalings
 from headway_executor.models.families.mistral import growth_of
-from headway_executor.models.families.positions import read_rope, rope_section, scaled_context
+from headway_executor.models.families.positions import read_long_rope, read_rope, rope_section, scaled_context
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_feed_forward,
@@ -29,6 +29,16 @@ _GLM_LITE: Mapping[str, object] = {
     "qk_nope_head_dim": 192,
     "v_head_dim": 256,
     "rms_norm_eps": 1e-5,
+}
+_MINICPM3: Mapping[str, object] = {
+    "q_lora_rank": 768,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "rms_norm_eps": 1e-5,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "dim_model_base": 256,
 }
 _MISTRAL4: Mapping[str, object] = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
 _MISTRAL4_ROPE: Mapping[str, object] = {
@@ -97,6 +107,23 @@ def read_youtu(fields: ConfigFields) -> ModelConfig:
     return _read(fields, feed, default_context=131_072, is_interleaved=is_interleaved, tied=True)
 
 
+def read_minicpm3(fields: ConfigFields) -> ModelConfig:
+    """``MiniCPM3ForCausalLM``: factors on embeddings, on what layers add, and on logits; longrope up to its first context."""
+    refuse_unless(fields, "mlp_bias", False)
+    width, num_layers = fields.integer("hidden_size"), num_layers_of(fields)
+    value_dim = max(1, width // fields.integer("num_attention_heads"))
+    fields = ConfigFields(fields.source, {**_MINICPM3, "v_head_dim": value_dim, **fields.values})
+    # A null means the same as transformers' own: no factor.
+    depth, base = (fields.values[field] for field in ("scale_depth", "dim_model_base"))
+    scalings = Scalings(
+        embedding=fields.number("scale_emb"),
+        residual=1.0 if depth is None else fields.number("scale_depth") / num_layers**0.5,
+        logits=1.0 if base is None else fields.integer("dim_model_base") / width,
+    )
+    config = _read(fields, read_feed_forward(fields), default_context=32_768, is_interleaved=False, tied=True)
+    return msgspec.structs.replace(config, scalings=scalings)
+
+
 def _read(
     fields: ConfigFields,
     feed_forward: FeedForwardConfig | Sequence[FeedForwardConfig],
@@ -111,14 +138,14 @@ def _read(
     for field, allowed in (("attention_bias", False), ("moe_layer_freq", 1)):
         refuse_unless(fields, field, allowed)
     context = fields.integer("max_position_embeddings", default_context)
-    rope = read_rope(fields, context)
+    rope = read_long_rope(fields, context, fields.integer("qk_rope_head_dim", 64) // 2) or read_rope(fields, context)
     return read_model(
         fields,
         default_context=default_context,
         attention=_read_attention(fields, rope, is_interleaved=is_interleaved),
         feed_forward=feed_forward,
         ropes=[rope] * num_layers_of(fields),
-        context=scaled_context(fields, rope, context),
+        context=min(context, rope.original_context) if rope.factors else scaled_context(fields, rope, context),
         names=TensorNames(ignored_layers=fields.integer("num_nextn_predict_layers", further, low=0)),
         tied=tied,
     )

@@ -1,4 +1,7 @@
-"""Hunyuan: norms of heads behind their rotation; the mixtures have one shared expert."""
+"""Hunyuan: norms of heads behind their rotation; the mixtures have one shared expert. Hunyuan V3 is a mixture of another kind."""
+
+from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -15,11 +18,21 @@ from headway_executor.models.families.reading import (
     refuse_partial_rotation,
     refuse_unless,
 )
-from headway_executor.models.families.routing import read_routing
+from headway_executor.models.families.routing import behind_dense_layers, read_routing
 from headway_executor.models.tensor_names import ExpertNames, TensorNames
+from headway_kernels.routing import Scoring
 
 _NAMES = TensorNames(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
 _EXPERT_NAMES = ExpertNames(router="mlp.gate.wg", shared="mlp.shared_mlp.")
+_EXPERT_NAMES_OF_V3 = ExpertNames(router="mlp.router.gate", correction="mlp.expert_bias", shared="mlp.shared_mlp.")
+_ONE_WAY: Mapping[str, object] = {
+    "mlp_bias": False,
+    "qk_norm": True,
+    "route_norm": True,
+    "moe_router_use_sigmoid": True,
+    "moe_router_enable_expert_bias": True,
+}
+"""Fields that have one value, also of files that are older than transformers' own model."""
 _BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
 
 
@@ -43,6 +56,33 @@ def read_hunyuan_moe(fields: ConfigFields) -> ModelConfig:
     routing = read_routing(fields, ("num_experts", 1), chosen=1, is_normalised=True, chosen_field="moe_topk")
     experts = ExpertsConfig(routing=routing, shared_size=dense.intermediate_size, names=_EXPERT_NAMES)
     return _read(fields, msgspec.structs.replace(dense, experts=experts))
+
+
+def read_hunyuan_v3(fields: ConfigFields) -> ModelConfig:
+    """``HYV3ForCausalLM``: experts by corrected sigmoid scores, norms of queries and keys before their rotation.
+
+    Nothing reads its layers that predict further tokens.
+    """
+    refuse_partial_rotation(fields)
+    for field, allowed in _ONE_WAY.items():
+        refuse_unless(fields, field, allowed)
+    routing = read_routing(fields, ("num_experts", 192), chosen=8, is_normalised=True)
+    routing = replace(routing, scoring=Scoring.SIGMOID, scaling=fields.number("router_scaling_factor", 2.826))
+    experts = ExpertsConfig(routing=routing, names=_EXPERT_NAMES_OF_V3)
+    has_bias = fields.flag("attention_bias", default=False)
+    return read_model(
+        fields,
+        default_context=131_072,
+        theta=11_158_840.0,
+        attention=read_attention(
+            fields, head_dim=128, num_kv_heads=8, qk_norm="head", qkv_bias=has_bias, output_bias=has_bias
+        ),
+        feed_forward=behind_dense_layers(
+            fields, experts, size=1536, shared=1, shared_field="num_shared_experts", first=1
+        ),
+        norm=read_rms_norm(fields, eps=1e-5),
+        names=TensorNames(ignored_layers=fields.integer("num_nextn_predict_layers", 1, low=0)),
+    )
 
 
 def _with_one_number(fields: ConfigFields) -> ConfigFields:

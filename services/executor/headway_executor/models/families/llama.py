@@ -1,4 +1,8 @@
-"""Llama 2, 3 and 3.x, and what differs from it by a few fields: Arcee, Seed-OSS, Helium, Code World Model."""
+"""Llama 2, 3 and 3.x, and what differs from it by a few fields: InternLM3, IQuest-Coder, Arcee, Seed-OSS, Helium, Code World
+Model.
+"""
+
+from collections.abc import Mapping
 
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig
@@ -12,6 +16,7 @@ from headway_executor.models.families.reading import (
     read_model,
     read_rms_norm,
     refuse_partial_rotation,
+    refuse_unless,
     window_of,
     windows_of,
 )
@@ -26,8 +31,39 @@ _CWM_ROPE = {
 }
 
 
+_INTERNLM3: Mapping[str, object] = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 32_768,
+}
+_IQUEST: Mapping[str, object] = _INTERNLM3 | {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+
+
 def read_llama(fields: ConfigFields) -> ModelConfig:
-    """``LlamaForCausalLM``."""
+    """``LlamaForCausalLM``; transformers has the models below in this class, with a ``model_type`` of their own."""
+    kind = fields.values.get("model_type")
+    if kind == "internlm3":
+        return read_internlm3(fields)
+    return read_iquest_coder(fields) if kind == "iquestcoder" else _read_llama(fields)
+
+
+def read_internlm3(fields: ConfigFields) -> ModelConfig:
+    """``InternLM3ForCausalLM``."""
+    fields = ConfigFields(fields.source, {**_INTERNLM3, **fields.values})
+    fields = fields.renamed(attention_bias="qkv_bias", mlp_bias="bias")
+    refuse_unless(fields, "mlp_bias", fields.flag("attention_bias", default=False))
+    return _read_llama(fields)
+
+
+def read_iquest_coder(fields: ConfigFields) -> ModelConfig:
+    """``IQuestCoderForCausalLM``."""
+    for field, allowed in (("clip_qkv", None), ("use_sliding_window", False)):
+        refuse_unless(fields, field, allowed)
+    return _read_llama(ConfigFields(fields.source, {**_IQUEST, **fields.values}))
+
+
+def _read_llama(fields: ConfigFields) -> ModelConfig:
     refuse_partial_rotation(fields)
     has_bias = fields.flag("attention_bias", default=False)
     return read_model(

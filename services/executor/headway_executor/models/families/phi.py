@@ -11,7 +11,7 @@ from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.attention_config import RopeConfig
 from headway_executor.models.config import ExpertsConfig, ModelConfig, NormConfig
 from headway_executor.models.families.mixtures import MIXTRAL_NAMES
-from headway_executor.models.families.positions import original_context_of, read_rope, rope_section, rotary_factor
+from headway_executor.models.families.positions import read_long_rope, read_rope, rope_section, rotary_factor
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_attention,
@@ -102,19 +102,13 @@ def read_phimoe(fields: ConfigFields) -> ModelConfig:
 
 def _read_rope(fields: ConfigFields, context: int, num_pairs: int, factor_field: str, theta: float) -> RopeConfig:
     """``factor_field`` is what cosines and sines are multiplied by; ``theta`` a default."""
+    long = read_long_rope(
+        fields, context, num_pairs, original=_CONTEXT, theta=theta, factor_field=factor_field, names=_LONG
+    )
+    if long is not None:
+        return long
     section = rope_section(fields)
     field = "rope_type" if "rope_type" in section.values else "type"
-    kind = section.values.get(field, "default")
-    if kind == "default":
-        return read_rope(fields, context, theta=theta)
-    if kind not in _LONG:
+    if section.values.get(field, "default") != "default":
         raise section.refuse(field, "default, longrope")
-    original = original_context_of(fields, section, _CONTEXT)
-    return RopeConfig(
-        kind="longrope",
-        theta=section.number("rope_theta", fields.number("rope_theta", theta)),
-        factor=section.number("factor", context / original),
-        original_context=original,
-        attention_factor=section.optional_number(factor_field),
-        factors=section.numbers("short_factor", num_pairs),
-    )
+    return read_rope(fields, context, theta=theta)

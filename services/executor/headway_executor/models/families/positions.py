@@ -3,6 +3,8 @@
 Owns: the kinds of rope scaling, the context that they give. Must not know: families, frequencies.
 """
 
+from collections.abc import Sequence
+
 from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import MAX_SIZE, ConfigFields
 from headway_executor.models.attention_config import RopeConfig
@@ -74,6 +76,35 @@ def read_rope(
             truncate=section.flag("truncate", default=True),
         )
     raise section.refuse(field, _KINDS)
+
+
+def read_long_rope(
+    fields: ConfigFields,
+    context: int,
+    num_pairs: int,
+    *,
+    original: int | None = None,
+    theta: float = THETA,
+    factor_field: str = "attention_factor",
+    names: Sequence[str] = ("longrope",),
+) -> RopeConfig | None:
+    """Longrope, of which ``names`` are; None: the file has none. Without ``original`` the context is, by default.
+
+    Beyond the original context, it has other frequencies for all positions, also of keys that are cached: such sequences are
+    not served. ``factor_field`` is what cosines and sines are multiplied by; ``theta`` a default.
+    """
+    section = rope_section(fields)
+    if section.values.get("rope_type", section.values.get("type")) not in names:
+        return None
+    before = original_context_of(fields, section, original or context)
+    return RopeConfig(
+        kind="longrope",
+        theta=section.number("rope_theta", fields.number("rope_theta", theta)),
+        factor=section.number("factor", context / before),
+        original_context=before,
+        attention_factor=section.optional_number(factor_field),
+        factors=section.numbers("short_factor", num_pairs),
+    )
 
 
 def original_context_of(fields: ConfigFields, section: ConfigFields, default: int) -> int:

@@ -93,6 +93,8 @@ _GLM4V_MOE = _Text(
     has_sections=True,
 )
 
+_KIMI = _Text("DeepseekV3ForCausalLM", {_TIED: True})
+
 _TEXTS = {
     "cohere2": _Text("Cohere2ForCausalLM"),
     "gemma2": _Text("Gemma2ForCausalLM"),
@@ -143,6 +145,8 @@ _OWN = {
     "Gemma4": _TEXTS["gemma4_text"],
     "Glm4v": _GLM4V,
     "Glm4vMoe": _GLM4V_MOE,
+    "KimiK25": _KIMI,
+    "Kimi_K25": _KIMI,
     "Llama4": _Text("Llama4ForCausalLM"),
     "Qwen2VL": _QWEN2_VL,
     "Qwen2_5_VL": _QWEN2_VL,
@@ -152,6 +156,9 @@ _OWN = {
     "Qwen3VLMoe": _Text("Qwen3MoeForCausalLM", _QWEN3_VL_MOE, _NO_WINDOW | {"norm_topk_prob": True}, has_sections=True),
 }
 """Wholes with a text of their own."""
+
+_NAMED = dict.fromkeys(("KimiK25", "Kimi_K25"), ("deepseek_v3", "kimi_k2"))
+"""What the ``model_type`` of a text of these may be."""
 
 _CHAT, _CHAT_CONFIG = "InternVLChatModel", "llm_config"
 """A whole as it was published before transformers had it, and where its text's fields are."""
@@ -178,6 +185,8 @@ def text_part_of(fields: ConfigFields) -> ConfigFields | None:
     if whole == name != _CHAT:
         return None
     inner = fields.section(_CHAT_CONFIG if name == _CHAT else TEXT_CONFIG)
+    if whole in _NAMED and inner is not None and inner.values.get("model_type") not in (None, *_NAMED[whole]):
+        raise inner.refuse("model_type", ", ".join(_NAMED[whole]))
     if name == _CHAT:
         text = _text_of(inner or ConfigFields(fields.source, {}), "")
     elif whole in _OWN:
