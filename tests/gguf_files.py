@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import gguf_gemma4
+import gguf_newer
 import gguf_older
 import gguf_states
 from checkpoints import CONTEXT, VOCAB_SIZE, randomise, small_sizes, tokenizer
@@ -255,7 +256,7 @@ FURTHER: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
 }
-FURTHER |= gguf_states.MODELS | gguf_older.MODELS | gguf_gemma4.MODELS
+FURTHER |= gguf_states.MODELS | gguf_older.MODELS | gguf_gemma4.MODELS | gguf_newer.MODELS
 MODELS |= FURTHER
 """By name: the family in transformers' words, and its configuration."""
 
@@ -308,6 +309,7 @@ _ARCHITECTURES = (
     | gguf_states.ARCHITECTURES
     | gguf_older.ARCHITECTURES
     | gguf_gemma4.ARCHITECTURES
+    | gguf_newer.ARCHITECTURES
 )
 _WITH_PARTS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 _PERMUTED = ("Llama", "Ministral3", "Mixtral", "Granite", "SmolLM3", "Olmo", "Arcee")
@@ -381,7 +383,7 @@ def write_file(
     several files. ``architecture`` is another than the family's.
     """
     config = gguf_older.with_usual_names(json.loads((directory / "config.json").read_text()))
-    config["is_absorbed"] = is_absorbed
+    config["is_absorbed"] = is_absorbed and "n_routed_experts" in config
     family = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     tensors = {name: tensor.numpy() for name, tensor in load_file(directory / "model.safetensors").items()}
     if architecture is None:
@@ -839,6 +841,7 @@ _SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "Phi": _add_partial_rope,
     "StableLm": _add_stablelm,
     "Nemotron": _add_partial_rope,
+    **gguf_newer.SETTINGS,
 }
 
 

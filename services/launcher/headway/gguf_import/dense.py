@@ -21,13 +21,14 @@ from headway.gguf_import.family import (
     turned,
     windows,
 )
-from headway.gguf_import.layout import DENSE, QK_NORMS, Layout, by_expert, by_head, usual
+from headway.gguf_import.layout import DENSE, LATENT, QK_NORMS, Layout, by_expert, by_head, usual
 from headway.gguf_import.metadata import Metadata
 from headway.gguf_import.mixtures import mixtral
 
 _WIDE_RANGE = "bfloat16"
 """The hidden states of Gemma grow beyond float16."""
 _OLMO_EPS = 1e-5
+_LONG_FACTORS = frozenset({"rope_factors_long", "rope_factors_short"})
 
 
 def llama(metadata: Metadata) -> Family:
@@ -146,26 +147,51 @@ def phi3(metadata: Metadata) -> Family:
         "rope_parameters": rope | partial(metadata, rotary),
         "sliding_window": metadata.integer("attention.sliding_window", 0, low=0) or None,
     }
-    ignored = frozenset({"rope_factors_long", "rope_factors_short"})
-    return Family("Phi3ForCausalLM", Layout(places, ignored=ignored), fields)
+    return Family("Phi3ForCausalLM", Layout(places, ignored=_LONG_FACTORS), fields)
 
 
 def _long_rope(metadata: Metadata) -> dict[str, object] | None:
-    names = [f"rope_factors_{kind}.weight" for kind in ("short", "long")]
-    if not all(map(metadata.has_tensor, names)):
+    factors = _long_factors(metadata)
+    if not factors:
         return None
-    short, long = (metadata.file.floats(name).tolist() for name in names)
-    rope = {
-        "rope_type": "longrope",
+    rope = factors | {
         "rope_theta": metadata.number("rope.freq_base", 10_000.0),
-        "short_factor": short,
-        "long_factor": long,
         "original_max_position_embeddings": metadata.integer("rope.scaling.original_context_length"),
     }
     metadata.refuse_unless("rope.scaling.type", "longrope")
     if "rope.scaling.attn_factor" in metadata:
         rope["attention_factor"] = metadata.number("rope.scaling.attn_factor")
     return rope
+
+
+def _long_factors(metadata: Metadata) -> dict[str, object]:
+    """The kind and factors of longrope, if the file has some."""
+    names = [f"{name}.weight" for name in sorted(_LONG_FACTORS, reverse=True)]
+    if not all(map(metadata.has_tensor, names)):
+        return {}
+    short, long = (metadata.file.floats(name).tolist() for name in names)
+    return {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+
+
+def minicpm3(metadata: Metadata) -> Family:
+    """A file says neither MiniCPM3's factors nor where its long factors begin, which is behind the context."""
+    width, rotary = metadata.integer("embedding_length"), metadata.integer("rope.dimension_count")
+    rope, factors = metadata.rope(), _long_factors(metadata)
+    if factors:
+        rope |= factors | {"original_max_position_embeddings": metadata.integer("context_length")}
+    fields: dict[str, object] = {
+        "head_dim": None,
+        "q_lora_rank": metadata.integer("attention.q_lora_rank", 0, low=0) or None,
+        "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": metadata.integer("attention.key_length") - rotary,
+        "v_head_dim": metadata.integer("attention.value_length", width // metadata.num_heads),
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+        "rope_parameters": rope,
+    }
+    return Family("MiniCPM3ForCausalLM", Layout(usual(DENSE, LATENT), ignored=_LONG_FACTORS), fields)
 
 
 def olmo(metadata: Metadata) -> Family:

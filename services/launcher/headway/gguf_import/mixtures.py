@@ -12,6 +12,7 @@ from headway.gguf_import.family import HUNYUAN_NORMS, Family, chosen, partly, ro
 from headway.gguf_import.layout import (
     DENSE,
     EXPERTS,
+    LATENT,
     QK_NORMS,
     Joined,
     Layout,
@@ -139,19 +140,7 @@ def deepseek(metadata: Metadata) -> Family:
         "topk_group": metadata.integer("expert_group_used_count", 1, low=0) or 1,
         "rope_parameters": _deepseek_rope(metadata),
     }
-    places = usual(
-        DENSE,
-        EXPERTS,
-        shared("mlp.shared_experts."),
-        {
-            "attn_q_a": "self_attn.q_a_proj",
-            "attn_q_a_norm": "self_attn.q_a_layernorm",
-            "attn_q_b": "self_attn.q_b_proj",
-            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-            "attn_kv_b": "self_attn.kv_b_proj",
-        },
-    )
+    places = usual(DENSE, EXPERTS, shared("mlp.shared_experts."), LATENT)
     parts = ("attn_k_b", "attn_v_b")
     # Some files have both forms.
     layout = (

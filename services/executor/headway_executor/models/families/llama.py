@@ -37,7 +37,7 @@ _INTERNLM3: Mapping[str, object] = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 32_768,
 }
-_IQUEST: Mapping[str, object] = _INTERNLM3 | {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+_IQUEST: Mapping[str, object] = {**_INTERNLM3, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
 
 
 def read_llama(fields: ConfigFields) -> ModelConfig:
