@@ -31,6 +31,16 @@ def pytest_addoption(parser, pluginmanager):
                 parser.addini(name, f"of pytest-{plugin}, which is not installed")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories():
+    """Tests that have an event loop have the gateway's, as far as it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return {"uvloop": uvloop.new_event_loop}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_torch_thread():
     """Tiny products gain nothing from a second thread, and torch's threads wait for each other while others run.

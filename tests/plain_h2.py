@@ -1,6 +1,7 @@
 """A client of gRPC that is only HTTP/2: it sends and sees what gRPC's own clients keep to themselves."""
 
 import asyncio
+import contextlib
 import struct
 from collections.abc import Iterable
 from typing import Self
@@ -105,10 +106,11 @@ class PlainH2:
         return answer
 
     async def _receive(self) -> None:
-        while data := await self._reader.read(65536):
-            for event in self.h2.receive_data(data):
-                self._take(event)
-            self.flush()
+        with contextlib.suppress(ConnectionResetError):  # what it wrote came to a server that had closed
+            while data := await self._reader.read(65536):
+                for event in self.h2.receive_data(data):
+                    self._take(event)
+                self.flush()
         self.is_closed.set()
         for answer in self.answers.values():
             answer.is_over.set()

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import structlog
+import uvloop
 
 from headway_executor.backend import BackendConfig, ExecutorBackend
 from headway_executor.batch.batch_state import BatchState
@@ -141,7 +142,7 @@ def _gateway(ingress: str, model: Path, settings: dict[str, object]) -> Iterator
         await stop.wait()
         await server.close()
 
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread = threading.Thread(target=uvloop.run, args=(main(),))
     thread.start()
     assert ready.wait(20), "the gateway did not start"
     try:

@@ -21,6 +21,7 @@ from e2e.test_gateway_serving import Stage, stage
 from fake_scheduler import FakeScheduler
 from headway.client import AsyncClient, AuthenticationError, OverloadedError, UnavailableError
 from headway_gateway import certificates as certificate_files
+from headway_gateway.accepting import Entrance
 from headway_gateway.certificates import CertificateFiles
 from headway_gateway.config import GatewayConfig
 from headway_gateway.listening import listening_sockets
@@ -252,6 +253,16 @@ async def test_mutual_tls_beyond_loopback(start, ingress, certificates: Path) ->
                     await unknown.model()
 
 
+class _Closing(asyncio.Protocol):
+    """Closes what has sent something."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:  # as asyncio's
+        self._transport.close()
+
+
 async def test_failed_handshakes_are_told_with_their_reasons_and_seldom(
     certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,11 +274,6 @@ async def test_failed_handshakes_are_told_with_their_reasons_and_seldom(
         tls_client_ca_file=str(certificates / "ca.pem"),
     )
     context = LostConnections().context(CertificateFiles(config).context("h2"))
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            await reader.read(1)
-        writer.close()
 
     async def connect(tls: ssl.SSLContext) -> None:
         with contextlib.suppress(OSError):
@@ -283,8 +289,8 @@ async def test_failed_handshakes_are_told_with_their_reasons_and_seldom(
     stranger = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
     with structlog.testing.capture_logs() as told:
         listening = listening_sockets("address", "127.0.0.1:0", reuse_port=False)
-        server = await asyncio.start_server(serve, sock=listening[0], ssl=context)
-        port = server.sockets[0].getsockname()[1]
+        port = listening[0].getsockname()[1]
+        (acceptor,) = Entrance(listening, pytest.fail, context).open(_Closing)
         with socket.create_connection(("localhost", port)) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
             await asyncio.sleep(0.1)
@@ -298,7 +304,7 @@ async def test_failed_handshakes_are_told_with_their_reasons_and_seldom(
         await connect(stranger)
         assert len(told) == 1
         await asyncio.sleep(0.5)
-        server.close()
+        acceptor.close()
     assert len(told) == 2
     assert told[1]["total"] == 4
     assert len(told[1]["peers"]) == 3

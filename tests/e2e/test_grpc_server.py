@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from e2e.running_server import eventually
+from headway_gateway.accepting import Entrance
 from headway_gateway.grpc_server import connection as connections
 from headway_gateway.grpc_server.call import Call
 from headway_gateway.grpc_server.connection import MOST_WAITING_BYTES, Bounds
@@ -110,7 +111,7 @@ async def served(bounds: Bounds = BOUNDS, surroundings: Iterable[Surrounding] = 
     server, methods = GrpcServer(tuple(surroundings), bounds, most_message_bytes=MOST_BYTES), Methods()
     server.add_registered_method_handlers("test", methods.handlers())
     sockets = listening_sockets("address", "127.0.0.1:0", reuse_port=False)
-    await server.start(sockets)
+    server.start(Entrance(sockets, pytest.fail))
     try:
         yield Served(server, methods, f"127.0.0.1:{sockets[0].getsockname()[1]}")
     finally:

@@ -1,15 +1,10 @@
 """Sockets that listen on HOST:PORT. Must not know: what is served on them."""
 
-import contextvars
 import errno
 import socket
-from typing import Any
 
 from headway_gateway.accepting import BACKLOG
 from headway_proto.wording import shown
-
-peer: contextvars.ContextVar[str] = contextvars.ContextVar("peer", default="")
-"""Whose connection it is, as HOST:PORT, in all that asyncio does for one that a listening socket has accepted."""
 
 
 class AddressInUseError(Exception):
@@ -45,16 +40,6 @@ def problem_of_listening(address: str) -> str:
     return ""
 
 
-class _Listening(socket.socket):
-    """asyncio sets up each connection in a task of its own, which begins with the context of its ``accept``."""
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        connection, place = super().accept()
-        host, port = place[:2]
-        peer.set(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        return connection, place
-
-
 def _bound_sockets(address: str, *, reuse_port: bool) -> list[socket.socket]:
     """Raise ``OSError`` if no address can be bound, or if one is taken: it would lead clients to another server."""
     host, _, port_text = address.rpartition(":")
@@ -62,7 +47,7 @@ def _bound_sockets(address: str, *, reuse_port: bool) -> list[socket.socket]:
     bound: list[socket.socket] = []
     problem: OSError | None = None
     for family, kind, protocol, _, place in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
-        one: socket.socket = _Listening(family, kind, protocol)
+        one = socket.socket(family, kind, protocol)
         try:
             # Connections of an ended server are no obstacle.
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

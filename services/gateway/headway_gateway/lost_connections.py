@@ -2,16 +2,14 @@
 
 import asyncio
 import collections
-import errno
 import ssl
 from typing import Any
 
-from headway_gateway.listening import peer
+from headway_gateway.accepting import peer
 from headway_process.late_logs import log_of
 
 _INTERVAL_S = 10.0
 _MOST_PEERS = 4
-_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class LostConnections:
@@ -31,6 +29,11 @@ class LostConnections:
         if self._timer is None:
             self._log()
 
+    def note_wait(self, reason: str) -> None:
+        """Say why connections cannot be accepted now; how often that is tried says nothing."""
+        if not self._new[reason]:
+            self.note(reason)
+
     def context(self, context: ssl.SSLContext) -> ssl.SSLContext:
         """Let failed handshakes of ``context`` be noted, which asyncio keeps to itself. Return it."""
 
@@ -39,16 +42,6 @@ class LostConnections:
 
         context.sslobject_class = type("SSLObject", (_Handshake,), {"note": staticmethod(note)})
         return context
-
-    def on_loop_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Note a connection that could not be accepted; leave all else to asyncio."""
-        error = context.get("exception")
-        if isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES and "socket" in context:
-            reason = f"not accepted: {error.strerror}"
-            if not self._new[reason]:  # it waits, and is tried again: the number of tries says nothing
-                self.note(reason)
-        else:
-            loop.default_exception_handler(context)
 
     def _log(self) -> None:
         self._timer = None

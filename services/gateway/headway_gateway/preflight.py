@@ -5,7 +5,17 @@ from pathlib import Path
 from headway_gateway.certificates import CertificateFiles
 from headway_gateway.config import GatewayConfig
 
-_PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "hpack", "jinja2", "llguidance", "tokenizers")
+_PACKAGES = (
+    "grpc",
+    "grpc_health",
+    "grpc_reflection",
+    "grpc_status",
+    "hpack",
+    "jinja2",
+    "llguidance",
+    "tokenizers",
+    "uvloop",
+)
 _TOKENIZER_FILE = "tokenizer.json"
 
 

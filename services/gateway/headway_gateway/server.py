@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import secrets
-import ssl
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import msgspec
 import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 
+from headway_gateway.accepting import Entrance
 from headway_gateway.access.authentication import (
     HEALTH_PREFIX,
     REFLECTION_PREFIX,
@@ -129,17 +130,15 @@ class GatewayServer:
             AddressInUseError: the address is taken or not this machine's.
             ValueError: certificate and key are unusable, or metrics cannot be served.
         """
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._lost.on_loop_exception)
         sockets = listening_sockets("grpc_address", self._config.grpc_address, reuse_port=self._config.reuse_port)
+        entrance = self._entrance(sockets, "h2")
         port: int = sockets[0].getsockname()[1]
         self._http = self._http_listener()
-        tls = self._tls("h2")
         self._metrics = self._metrics_endpoint()
         self._client.start()
         self._load.start()
         await self._health.start()
-        await self._server.start(sockets, tls)
+        self._server.start(entrance)
         if self._http is not None:
             await self._http.start()
             _log.info("OpenAI API", port=self._http.port, tls=bool(self._config.tls_cert_file))
@@ -271,9 +270,9 @@ class GatewayServer:
             config=config,
         )
         sockets = listening_sockets("http_address", config.http_address, reuse_port=config.reuse_port)
-        return HttpListener(application, sockets, tls=self._tls("http/1.1"), slow_client_s=config.slow_client_s)
+        return HttpListener(application, self._entrance(sockets, "http/1.1"), slow_client_s=config.slow_client_s)
 
-    def _tls(self, protocol: str) -> ssl.SSLContext | None:
-        if not self._config.tls_cert_file:
-            return None
-        return self._lost.context(CertificateFiles(self._config).context(protocol))
+    def _entrance(self, sockets: list[socket.socket], protocol: str) -> Entrance:
+        has_tls = bool(self._config.tls_cert_file)
+        tls = self._lost.context(CertificateFiles(self._config).context(protocol)) if has_tls else None
+        return Entrance(sockets, self._lost.note_wait, tls)

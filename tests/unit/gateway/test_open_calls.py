@@ -6,6 +6,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from headway_gateway.accepting import Entrance
 from headway_gateway.access.interceptors import OpenCalls, counting
 from headway_gateway.figures.statistics import GatewayStatistics
 from headway_gateway.grpc_server.connection import Bounds
@@ -51,7 +52,7 @@ class Calls:
 @pytest.fixture
 async def calls():
     made = Calls()
-    await made.server.start(made.sockets)
+    made.server.start(Entrance(made.sockets, pytest.fail))
     yield made
     await made.server.stop(0)
 

@@ -3,13 +3,11 @@
 import asyncio
 import resource
 import socket
-from typing import Any
 
 import pytest
 import structlog.testing
 
-from headway_gateway.grpc_server.connection import Bounds
-from headway_gateway.grpc_server.server import GrpcServer
+from headway_gateway.accepting import Entrance
 from headway_gateway.lost_connections import LostConnections
 from headway_process.open_files import raise_limit_of_open_files
 
@@ -42,26 +40,31 @@ def test_too_few_open_files_are_one_line(monkeypatch: pytest.MonkeyPatch):
         raise_limit_of_open_files()
 
 
-async def test_a_gateway_without_a_file_left_says_so_in_one_line():
-    server = GrpcServer((), Bounds(10, 1.0, 1.0), most_message_bytes=1000)
+class _Telling(asyncio.Protocol):
+    def __init__(self, accepted: asyncio.Queue[None]) -> None:
+        self._accepted = accepted
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._accepted.put_nowait(None)
+        transport.close()
+
+
+async def test_a_gateway_without_a_file_left_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headway_gateway.accepting._PAUSE_S", 0.03)
     listening = socket.create_server(("127.0.0.1", 0))
-    loop, tries = asyncio.get_running_loop(), []
     lost = LostConnections()
-
-    def on_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        tries.append(context)
-        lost.on_loop_exception(loop, context)
-
-    loop.set_exception_handler(on_exception)
+    accepted: asyncio.Queue[None] = asyncio.Queue()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with structlog.testing.capture_logs() as told, socket.socket() as client:
-        await server.start([listening])
+        (acceptor,) = Entrance([listening], lost.note_wait).open(lambda: _Telling(accepted))
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno(), limits[1]))
             client.connect(listening.getsockname())
             await asyncio.sleep(0.1)
+            assert accepted.empty()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        await server.stop(0.0)
-    assert 1 <= len(tries) <= 64
+        async with asyncio.timeout(10):
+            await accepted.get()  # it had waited
+        acceptor.close()
     assert [line["new"] for line in told] == [{"not accepted: Too many open files": 1}]

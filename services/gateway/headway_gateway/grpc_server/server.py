@@ -3,14 +3,12 @@
 import asyncio
 import functools
 import inspect
-import socket
-import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
-from headway_gateway.accepting import ACCEPTED_AT_ONCE, BACKLOG
+from headway_gateway.accepting import Acceptor, Entrance
 from headway_gateway.grpc_server.call import Behaviour, Call
 from headway_gateway.grpc_server.connection import Bounds, Connection, Stream
 from headway_gateway.grpc_server.header_blocks import Headers
@@ -21,7 +19,6 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Surrounding: TypeAlias = Callable[[Behaviour, str], Behaviour]
 """Puts something around the behaviour of a method, which it is told: once, not for each call."""
 
-_TLS_HANDSHAKE_S = 10.0
 _CLOSE_S = 0.5
 
 
@@ -39,7 +36,7 @@ class GrpcServer:
         self._most_bytes = most_message_bytes
         self._methods: dict[str, _Method] = {}
         self._connections: set[Connection] = set()
-        self._listeners: list[asyncio.Server] = []
+        self._acceptors: list[Acceptor] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
@@ -54,25 +51,16 @@ class GrpcServer:
     def add_generic_rpc_handlers(self, handlers: Iterable[object]) -> None:
         """Do nothing: generated code tells the same methods one by one as well."""
 
-    async def start(self, sockets: Iterable[socket.socket], tls: ssl.SSLContext | None = None) -> None:
-        """Accept connections on bound sockets, which are closed with the server."""
-        loop = asyncio.get_running_loop()
-        for listening in sockets:
-            self._listeners.append(
-                await loop.create_server(
-                    lambda: Connection(functools.partial(self._open, _Heads()), self._bounds, self._connections),
-                    sock=listening,
-                    ssl=tls,
-                    backlog=ACCEPTED_AT_ONCE,
-                    ssl_handshake_timeout=_TLS_HANDSHAKE_S if tls else None,
-                )
-            )
-            listening.listen(BACKLOG)
+    def start(self, entrance: Entrance) -> None:
+        """Accept connections; the sockets are closed with the server."""
+        self._acceptors = entrance.open(
+            lambda: Connection(functools.partial(self._open, _Heads()), self._bounds, self._connections)
+        )
 
     async def stop(self, grace_s: float) -> None:
         """Take no new calls; cancel what has not ended within ``grace_s`` seconds."""
-        for listener in self._listeners:
-            listener.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         for connection in list(self._connections):
             connection.go_away()
         if self._tasks:

@@ -7,14 +7,13 @@ import asyncio
 import contextlib
 import functools
 import socket
-import ssl
 from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from headway_gateway.accepting import ACCEPTED_AT_ONCE, BACKLOG
+from headway_gateway.accepting import Acceptor, Entrance
 from headway_gateway.openai.application import Application
 
 _MOST_HEAD_S = 10.0
@@ -29,12 +28,11 @@ class HttpListener:
     def __init__(
         self,
         application: Application,
-        sockets: list[socket.socket],
+        entrance: Entrance,
         *,
-        tls: ssl.SSLContext | None,
         slow_client_s: float,
     ) -> None:
-        """``sockets`` listen; they are closed with the server. ``slow_client_s``: see ``_Connection``."""
+        """The sockets are closed with the server. ``slow_client_s``: see ``_Connection``."""
         config = uvicorn.Config(
             application,
             http=functools.partial(_Connection, most_unread_s=slow_client_s),  # type: ignore[arg-type]  # it is only called
@@ -47,13 +45,11 @@ class HttpListener:
             # A header must not change who the peer is.
             proxy_headers=False,
             server_header=False,
-            backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=_CANCEL_GRACE_S,
         )
         config.load()
-        config.ssl = tls
-        self._sockets = sockets
-        self._server = _Server(config)
+        self._sockets = entrance.sockets
+        self._server = _Server(config, entrance)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -64,7 +60,7 @@ class HttpListener:
 
     async def start(self) -> None:
         """Serve from now on."""
-        self._task = asyncio.create_task(self._server.serve(sockets=self._sockets), name="http")
+        self._task = asyncio.create_task(self._server.serve(sockets=[]), name="http")
         started = asyncio.create_task(self._server.until_started())
         await asyncio.wait((self._task, started), return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
@@ -78,15 +74,15 @@ class HttpListener:
             await self._task
         # uvicorn cancels what is left, and does not wait for it.
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
-        for listening in self._sockets:
-            listening.close()
 
 
 class _Server(uvicorn.Server):
-    """Signals are the gateway's business."""
+    """Signals and sockets are the gateway's business."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, entrance: Entrance) -> None:
         super().__init__(config)
+        self._entrance = entrance
+        self._acceptors: list[Acceptor] = []
         self._has_started = asyncio.Event()
 
     @contextlib.contextmanager
@@ -95,12 +91,22 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for listening in sockets or ():
-            listening.listen(BACKLOG)
+        self._acceptors = self._entrance.open(self._connection)
         self._has_started.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self._acceptors:
+            acceptor.close()
+        await super().shutdown(sockets)
 
     async def until_started(self) -> None:
         await self._has_started.wait()
+
+    def _connection(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]  # as uvicorn calls it
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
 
 class _Connection(HttpToolsProtocol):
