@@ -322,6 +322,16 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
     "hunyuan_v3": _named(
         "HYV3", num_experts=6, num_experts_per_tok=2, num_shared_experts=2, moe_intermediate_size=20, head_dim=16
     ),
+    "mimo_v2": _named(
+        "MiMoV2Flash",
+        head_dim=24,
+        v_head_dim=12,
+        sliding_window=20,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        routed_scaling_factor=1.5,
+    ),
     "arcee": _named("Arcee", mlp_bias=True),
     "seed_oss": _named("SeedOss", head_dim=16, attention_out_bias=True),
     "ernie4_5": _named("Ernie4_5", head_dim=16, use_bias=True),
@@ -704,6 +714,8 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
                 parameter.uniform_(0.6, 1.6)
             elif parameter_name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
+            elif parameter_name.endswith("sinks"):
+                parameter.normal_(0.0, 1.0)
             elif "norm" in parameter_name or ".ln_" in parameter_name:
                 # Gemma up to 3 and Nemotron add 1 to the weight.
                 adds_1 = name.startswith(("gemma", "vaultgemma")) and not name.startswith("gemma4")

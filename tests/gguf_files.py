@@ -530,6 +530,7 @@ _CHANGES: dict[str, _Change] = dict.fromkeys(_PERMUTED, _permuted) | {
     **dict.fromkeys(("Lfm2", "Lfm2Moe"), _lfm2),
     **gguf_states.CHANGES,
     **gguf_older.CHANGES,
+    **gguf_newer.CHANGES,
     "GraniteMoeHybrid": gguf_states.mamba(_granite_moe),
     "Gemma4": gguf_gemma4.change,
     "GPTNeoX": _gpt_neox,

@@ -1,11 +1,15 @@
 """Random models of families that came late, and how llama.cpp's converter writes them: see ``gguf_files``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gguf
 import numpy as np
 from gguf import MODEL_ARCH
+from numpy.typing import NDArray
+
+Values = NDArray[np.float32]
+Change = Callable[[str, Values, dict[str, Any]], Iterator[tuple[str, Values]]]
 
 _CONTEXT = 256
 _LONG_ROPE = {
@@ -26,11 +30,22 @@ _MINICPM3: dict[str, object] = {
     "tie_word_embeddings": True,
     "rope_parameters": _LONG_ROPE,
 }
+_MIMO: dict[str, object] = {
+    "head_dim": 32,
+    "v_head_dim": 16,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 7,
+    "sliding_window": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "minicpm3": ("MiniCPM3", _MINICPM3),
+    "mimo2": ("MiMoV2Flash", _MIMO),
 }
-ARCHITECTURES = {"MiniCPM3": MODEL_ARCH.MINICPM3}
+ARCHITECTURES = {"MiniCPM3": MODEL_ARCH.MINICPM3, "MiMoV2Flash": MODEL_ARCH.MIMO2}
 
 
 def _add_minicpm3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -44,4 +59,29 @@ def _add_minicpm3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_tensor(f"rope_factors_{length}.weight", factors)
 
 
-SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {"MiniCPM3": _add_minicpm3}
+def _add_mimo(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/mimo.py``: published files have windows without the token itself."""
+    near = [kind == "sliding_attention" for kind in config["layer_types"]]
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([2 * heads if is_near else heads for is_near in near])
+    writer.add_sliding_window(config["sliding_window"] - 1)
+    writer.add_sliding_window_pattern(near)
+    writer.add_value_length(config["v_head_dim"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(config["head_dim"] * share))
+
+
+def _mimo(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+    """The same: sinks and corrections get an end."""
+    if name.endswith("e_score_correction_bias"):
+        name = name.replace("_bias", ".bias")
+    yield f"{name}.weight" if name.endswith("attention_sink_bias") else name, values
+
+
+CHANGES: dict[str, Change] = {"MiMoV2Flash": _mimo}
+SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
+    "MiniCPM3": _add_minicpm3,
+    "MiMoV2Flash": _add_mimo,
+}

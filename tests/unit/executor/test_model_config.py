@@ -37,6 +37,7 @@ NAME_THETA = {
     "gemma4-keys",
     "gemma4-shared",
     "mellum",
+    "mimo_v2",
     "cohere2_moe",
     "cohere2_moe-sigmoid",
     "granitehybrid-experts",
@@ -365,6 +366,9 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name
         ("iquest_coder", {"clip_qkv": 8.0}, "clip_qkv"),
         ("iquest_coder", {"use_sliding_window": True}, "use_sliding_window"),
         ("minicpm3", {"mlp_bias": True}, "mlp_bias"),
+        ("mimo_v2", {"v_head_dim": 25}, "v_head_dim"),
+        ("mimo_v2", {"num_key_value_heads": 4}, "num_key_value_heads"),
+        ("mimo_v2", {"n_shared_experts": 1}, "n_shared_experts"),
         ("minicpm3", {"scale_depth": 0}, "scale_depth"),
         ("mellum", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types"),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list"),
@@ -479,6 +483,49 @@ def test_what_transformers_has_as_a_llama_has_the_defaults_of_its_model_type(tmp
     assert read(tmp_path, published).attention.qkv_bias
     with pytest.raises(ModelFilesError, match=r"^config\.json: bias True is not supported"):
         read(tmp_path, published | {"qkv_bias": False})
+
+
+def test_mimo_is_read_as_it_was_published(tmp_path):
+    """Before transformers had it: with a field for each number of layers with windows."""
+    make_model("mimo_v2").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    newer = read(tmp_path, values)
+    older = {
+        field: value
+        for field, value in values.items()
+        if field not in ("layer_types", "mlp_layer_types", "rms_norm_eps")
+    }
+    older |= {
+        "rope_parameters": None,
+        "rope_theta": 5e6,
+        "swa_rope_theta": 10_000,
+        "partial_rotary_factor": 0.334,
+        "layernorm_epsilon": 1e-5,
+        "sliding_window_size": 19,
+        "hybrid_layer_pattern": [0, 1, 1],
+        "moe_layer_freq": [0, 1, 1],
+        "swa_num_key_value_heads": 4,
+        "swa_num_attention_heads": 4,
+        "swa_head_dim": 24,
+        "swa_v_head_dim": 12,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "n_shared_experts": None,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    assert read(tmp_path, older) == newer
+    for field, other in (
+        ("hybrid_layer_pattern", [0, 0, 1]),
+        ("moe_layer_freq", [1, 1, 1]),
+        ("swa_v_head_dim", 24),
+        ("swa_num_key_value_heads", 2),
+        ("add_full_attention_sink_bias", True),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}),
+    ):
+        with pytest.raises(ModelFilesError, match=rf"^config\.json: {field} "):
+            read(tmp_path, older | {field: other})
 
 
 def test_a_null_is_no_factor_of_minicpm3(tmp_path):

@@ -196,6 +196,19 @@ def test_experts_and_latent_attention_in_a_group(family, tmp_path):
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
 
 
+@needs_kernels
+@pytest.mark.parametrize("family", ["mimo_v2"])
+def test_layers_that_differ_in_their_heads_in_a_group(family, tmp_path):
+    """Of whole layers on the kernels, with the bits of one rank; of parts of them on torch operators, with its tokens."""
+    make_checkpoint(tmp_path, family)
+    alone = story(TorchBackend(), tmp_path)
+    assert story(InlineGroup(pipeline_parallel=2), tmp_path) == alone
+    for form in ("exact", "fast"):
+        options = {"kernels": "eager", "tensor_parallel_form": form}
+        found = story(InlineGroup(tensor_parallel=2), tmp_path, options=options)
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
+
+
 def vectors_and_token(backend, directory, transport="auto"):
     """Vectors of a prompt in two chunks, beside a row that draws; and the token that this one draws."""
     options = {"kernels": "compiled", "rank_transport": transport}

@@ -52,6 +52,17 @@ _MIXTURES = {
         "shared_expert_intermediate_size": 160,
         "mlp_only_layers": [0],
     },
+    "narrow values": {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "head_dim": 24,
+        "v_head_dim": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "sliding_window": 6,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+    },
 }
 
 _STATES = {
@@ -152,7 +163,7 @@ def test_weights_may_have_several_forms_or_none(tmp_path, kind):
     + [(_MIXTURES["qwen3-moe"], kind) for kind in KINDS]
     + [(sizes, kind) for sizes in ({}, _MIXTURES["qwen3-moe"]) for kind in MIXED_KINDS]
     + [(_STACKED, "mxfp4")]
-    + [(_MIXTURES[sizes], kind) for sizes in ("mixtral", "a shared expert") for kind in _OF_MIXTURES]
+    + [(_MIXTURES[sizes], kind) for sizes in ("mixtral", "a shared expert", "narrow values") for kind in _OF_MIXTURES]
     + [(sizes, kind) for sizes in _STATES.values() for kind in _OF_MIXTURES],
 )
 def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, sizes, kind):

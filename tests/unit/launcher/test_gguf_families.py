@@ -57,6 +57,7 @@ OTHERWISE_IN_LLAMA_CPP = {
     "exaone4": "only with 64 layers does it have windows",
     "gpt-oss": "it takes the usual bounds for yarn, and cuts them to whole channels",
     "llama-bias": "it takes the usual bounds for yarn",
+    "mimo2": "it has no factor on values, and windows without the token itself",
     "mistral3": "it takes the usual bounds for yarn",
     "phi3": "it has no window",
     "qwen2": "the usual bounds for yarn",

@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from headway_executor.backend import ReadAdapter
 from headway_executor.models.adapter_files import AdapterFiles, LowRankPart, read_adapter_files
 from headway_executor.models.adapter_stacks import by_matrix
 from headway_executor.models.config import ExpertsConfig, ModelConfig, RecurrenceConfig
 from headway_executor.models.latent_tensors import KEY_VALUE, KEY_VALUE_IN, QUERY, QUERY_IN, WHOLE_QUERY, LatentTensors
-from headway_executor.models.loading import ChannelOrder, ModelTensors
+from headway_executor.models.loading import ChannelOrder, ModelTensors, with_zeros
 from headway_executor.models.part import ModelPart
 from headway_executor.models.tensor_shapes import qkv_names
 from headway_proto.adapters import LoadedAdapter
@@ -290,11 +289,11 @@ class _Fusing:
         return self._low_rank(index, [prefix + module for module in modules], up, own)
 
     def _attended(self, index: int, down: Tensor) -> Tensor:
-        """Of the projection behind attention; heads of latent attention are as wide there as keys."""
-        latent, own = self._config.attention.latent, self._part.attended(self._config.attention_of(index).head_dim)
-        if latent is not None:
-            by_head = down.view(len(down), -1, latent.value_dim)
-            down = functional.pad(by_head, (0, latent.key_dim - latent.value_dim)).flatten(1)
+        """Of the projection behind attention; values are as wide there as keys."""
+        attention = self._config.attention_of(index)
+        own = self._part.attended(attention.head_dim)
+        if attention.stored_value_dim != attention.head_dim:
+            down = with_zeros(down.t(), attention).t()
         return self._here(down, own[self._part.place.tensor_rank])
 
     def _inner(self, index: int, down: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``TensorNames.qkv``, or "by_head", each head's behind its queries; "of_heads" are stored apart, one for a
     whole head. ``alibi`` adds to scores (None: nothing does).
     With ``norms_values``, values are normalised by head, without weights. With ``values_are_keys``, they are what the
-    projection to keys gives, which is neither normalised as keys are nor rotated.
+    projection to keys gives, which is neither normalised as keys are nor rotated. Values have ``value_dim`` channels
+    (0: as keys), and zeros behind them. ``has_sinks``: of a model that has attention sinks, whether this attention does.
     """
 
     num_heads: int
@@ -89,6 +90,13 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     alibi: AlibiConfig | None = None
     norms_values: bool = False
     values_are_keys: bool = False
+    value_dim: int = 0
+    has_sinks: bool = True
+
+    @property
+    def stored_value_dim(self) -> int:
+        """Channels of a value in the checkpoint."""
+        return self.value_dim or (self.head_dim if self.latent is None else self.latent.value_dim)
 
 
 class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):

@@ -170,6 +170,8 @@ class WeightLoader:
         latent = self._tensors.latent(index)
         if latent is not None:
             return self._latent(index, latent), self._output(index, latent.output(), None)
+        if self._config.attention_of(index).value_dim:  # Groups of inputs cannot be padded.
+            return self._qkv(index), self._output(index, *self._tensors.wide_output(index))
         return self._qkv(index), self._output(index, *self._read(lambda read: read.output(index)))
 
     def _state(self, index: int, config: RecurrenceConfig) -> PackedRecurrence:

@@ -270,7 +270,7 @@ class _Loader:
         num_rotated = len(self.part.heads) + (0 if is_reading else num_kv_heads)
         has_values = attention.norms_values and not is_reading
         growth = layer.query_growth
-        output = tensors.output(index) if latent is None else (latent.output(), None)
+        output = tensors.wide_output(index) if latent is None else (latent.output(), None)
         return Attention(
             shape=AttentionShape(
                 len(self.part.heads),
@@ -278,7 +278,7 @@ class _Loader:
                 attention.head_dim,
                 attention.scale,
                 attention.softcap,
-                config.names.sinks is not None,
+                sinks is not None,
             ),
             place=kv_place,
             is_reading=is_reading,

@@ -45,6 +45,7 @@ class Feature(StrEnum):
     SUM_NORM = "norms of sums"
     UNEVEN_LAYERS = "layers that differ in their heads, or share keys and values"
     VALUE_NORM = "norms of values"
+    NARROW_VALUES = "values with fewer channels than keys"
     LAYER_FACTOR = "a factor behind each layer"
     LAYER_INPUTS = "inputs of each layer's own"
     SEVERAL_ROPES = "several rotary embeddings, or layers without one"
@@ -112,6 +113,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.RECURRENCE: config.has_states,
         Feature.UNEVEN_LAYERS: len(config.attentions) > 1 or any(layer.keys_of is not None for layer in config.layers),
         Feature.VALUE_NORM: any(attention.norms_values for attention in config.attentions),
+        Feature.NARROW_VALUES: any(attention.value_dim > 0 for attention in config.attentions),
         Feature.LAYER_FACTOR: names.layer_factor is not None,
         Feature.LAYER_INPUTS: config.layer_inputs is not None,
         Feature.SEVERAL_ROPES: len({layer.rope for layer in attending}) > 1

@@ -159,10 +159,16 @@ class ModelTensors:
         return self._qkv(index, "weight"), bias
 
     def output(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """``[own_hidden, all heads * head_dim]``, and bias."""
-        heads = _channels(self._config, index, self._part.heads)
-        weight, bias = self._back(index, self._names.output, heads, has_bias=self._config.attention.output_bias)
+        """``[own_hidden, all heads * value_dim]``, and bias."""
+        attention = self._config.attention_of(index)
+        heads = _channels(attention.stored_value_dim, self._part.heads)
+        weight, bias = self._back(index, self._names.output, heads, has_bias=attention.output_bias)
         return times(weight, self._config.multipliers.output), bias
+
+    def wide_output(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """As ``output``, ``[own_hidden, all heads * head_dim]``."""
+        (weight, bias), attention = self.output(index), self._config.attention_of(index)
+        return (with_zeros(weight.t(), attention).t() if attention.value_dim else weight), bias
 
     def gate_up(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[2 * own_inner, hidden]``, and bias: gates, then ups; without a gate, ``[own_inner, hidden]``."""
@@ -205,7 +211,7 @@ class ModelTensors:
 
     def sinks(self, index: int) -> Tensor | None:
         """``[heads]``, or None."""
-        name = self._names.sinks
+        name = self._names.sinks if self._config.attention_of(index).has_sinks else None
         return None if name is None else self._read(index, name, self._part.heads)
 
     def experts(self, index: int) -> ExpertTensors:
@@ -305,8 +311,9 @@ class ModelTensors:
 
     def _qkv(self, index: int, kind: str) -> list[Tensor]:
         attention, modules = self._config.attention_of(index), qkv_names(self._config, index)
-        heads = _channels(self._config, index, self._part.heads)
-        kv_heads = _channels(self._config, index, self._part.kv_heads_of(attention.num_kv_heads))
+        heads = _channels(attention.head_dim, self._part.heads)
+        own_kv_heads = self._part.kv_heads_of(attention.num_kv_heads)
+        kv_heads, of_values = (_channels(dim, own_kv_heads) for dim in (attention.head_dim, attention.stored_value_dim))
         apart: list[Tensor] = []
         if len(modules) < len(self._names.qkv):  # No values, or neither these nor keys.
             owns = (heads, kv_heads)[: len(modules)]
@@ -326,7 +333,7 @@ class ModelTensors:
             gates = self._config.attention.gates
             of_queries = range(2 * heads.start, 2 * heads.stop) if gates == "by_head" else heads
             of_gates = {"apart": [heads], "of_heads": [self._part.heads]}
-            owns_all = (of_queries, kv_heads, kv_heads, *of_gates.get(gates, []))
+            owns_all = (of_queries, kv_heads, of_values, *of_gates.get(gates, []))
             queries, keys, values, *apart = self._parts(
                 index, self._names.qkv, kind, qkv_widths(self._config, index), owns_all
             )
@@ -337,6 +344,8 @@ class ModelTensors:
                 apart = [apart[0].repeat_interleave(attention.head_dim, 0)]
         factors = self._config.multipliers
         queries = times(self._reordered(index, queries), factors.queries)
+        if attention.value_dim:
+            values = with_zeros(values, attention)
         return [queries, times(self._reordered(index, keys), factors.keys), times(values, factors.values), *apart]
 
     def _parts(
@@ -368,8 +377,14 @@ class ModelTensors:
         return by_head[:, order].flatten(0, 1)
 
 
-def _channels(config: ModelConfig, index: int, heads: range) -> range:
-    head_dim = config.attention_of(index).head_dim
+def with_zeros(values: Tensor, attention: AttentionConfig) -> Tensor:
+    """Values of heads, ``[heads * value_dim, ...]``, as wide as keys; also codes, whose scales are 0 there."""
+    by_head = values.reshape(-1, attention.stored_value_dim, *values.shape[1:])
+    rest = (0, 0) * (by_head.dim() - 2)
+    return functional.pad(by_head, (*rest, 0, attention.head_dim - attention.stored_value_dim)).flatten(0, 1)
+
+
+def _channels(head_dim: int, heads: range) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 

@@ -97,9 +97,9 @@ def _attention_tensors(config: ModelConfig, index: int) -> _Shapes:
     else:
         modules, widths = qkv_names(config, index), qkv_widths(config, index)
         yield from _projections(names, modules, config.hidden_size, widths, attention.qkv_bias)
-        width = attention.num_heads * attention.head_dim
+        width = attention.num_heads * attention.stored_value_dim
         yield from _projections(names, (names.output,), width, (config.hidden_size,), attention.output_bias)
-    if names.sinks is not None:
+    if names.sinks is not None and attention.has_sinks:
         yield names.sinks, (attention.num_heads,)
     by_head = attention.qk_norm == "head"
     if attention.qk_norm == "layer":
@@ -159,17 +159,18 @@ def _norm_tensors(config: ModelConfig, name: str) -> _Shapes:
 def qkv_widths(config: ModelConfig, index: int) -> tuple[int, ...]:
     """Rows of each tensor: of queries, keys and values, and of gates that are stored apart."""
     attention = config.attention_of(index)
-    queries, keys, gates = (
+    queries, keys, values, gates = (
         config.num_heads * attention.head_dim,
         attention.num_kv_heads * attention.head_dim,
+        attention.num_kv_heads * attention.stored_value_dim,
         attention.gates,
     )
     if config.layers[index].keys_of is not None or attention.values_are_keys:
         return (queries, keys)[: len(qkv_names(config, index))]
     if gates == "by_head":
-        return 2 * queries, keys, keys
+        return 2 * queries, keys, values
     of_gates = {"apart": (queries,), "of_heads": (config.num_heads,)}
-    return queries, keys, keys, *of_gates.get(gates, ())
+    return queries, keys, values, *of_gates.get(gates, ())
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint, quantization: str = "none") -> None:

@@ -102,7 +102,7 @@ class Layout:
     endless: frozenset[str] = frozenset()
     plain_norms: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()
-    bare: frozenset[str] = frozenset({"self_attn.sinks", *_CORRECTIONS})
+    bare: frozenset[str] = frozenset({"self_attn.sinks", "self_attn.attention_sink_bias", *_CORRECTIONS})
     num_layers: int | None = None
 
 

@@ -8,7 +8,7 @@ llama.cpp takes for it (``src/models/*.cpp``), which is what the published model
 
 from collections.abc import Mapping
 
-from headway.gguf_import.family import HUNYUAN_NORMS, Family, chosen, partly, rotated_granite, turned, windows
+from headway.gguf_import.family import HUNYUAN_NORMS, Family, chosen, partial, partly, rotated_granite, turned, windows
 from headway.gguf_import.layout import (
     DENSE,
     EXPERTS,
@@ -272,6 +272,40 @@ def minimax_m2(metadata: Metadata) -> Family:
         "rope_parameters": partly(metadata),
     }
     return Family("MiniMaxM2ForCausalLM", Layout(places), fields)
+
+
+def mimo2(metadata: Metadata) -> Family:
+    """A file says neither the factor on values nor which layers have experts, and its windows leave out the token itself."""
+    near = metadata.value("attention.sliding_window_pattern")
+    if not isinstance(near, list) or len(near) != metadata.num_layers:
+        raise metadata.refuse("attention.sliding_window_pattern", f"a list of {metadata.num_layers}")
+    counts = [count // 2 if is_near else count for count, is_near in zip(metadata.kv_heads, near, strict=True)]
+    if len({*counts}) != 1:
+        raise metadata.refuse("attention.head_count_kv", "twice as many heads in layers with windows as in others")
+    if metadata.integer("expert_gating_func", 2, low=0) not in (0, 2):
+        raise metadata.refuse("expert_gating_func", "2 (sigmoid)")
+    rotary = metadata.integer("rope.dimension_count")
+    ropes = {
+        kind: {"rope_type": "default", "rope_theta": metadata.number(key)} | partial(metadata, rotary)
+        for kind, key in (("full_attention", "rope.freq_base"), ("sliding_attention", "rope.freq_base_swa"))
+    }
+    metadata.refuse_unless("rope.scaling.type", "none")
+    sparse = [metadata.has_tensor(f"blk.{index}.ffn_gate_inp.weight") for index in range(metadata.num_layers)]
+    fields = {
+        "num_key_value_heads": counts[0],
+        "v_head_dim": metadata.integer("attention.value_length"),
+        "attention_value_scale": metadata.number("attention.value_scale", 0.707),
+        "sliding_window": metadata.integer("attention.sliding_window") + 1,
+        "layer_types": ["sliding_attention" if is_near else "full_attention" for is_near in near],
+        "mlp_layer_types": ["sparse" if is_sparse else "dense" for is_sparse in sparse],
+        "rope_parameters": ropes,
+        "n_routed_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": chosen(metadata),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+    }
+    sinks = {"attn_sinks": "self_attn.attention_sink_bias"}
+    return Family("MiMoV2FlashForCausalLM", Layout(_corrected_places(sinks)), fields)
 
 
 def _experts(metadata: Metadata) -> dict[str, object]:

@@ -61,6 +61,7 @@ from headway_executor.models.families.llama import (
 )
 from headway_executor.models.families.llama4 import read_llama4
 from headway_executor.models.families.mamba2 import read_mamba2
+from headway_executor.models.families.mimo import read_mimo_v2_flash
 from headway_executor.models.families.mistral import read_ministral, read_ministral3, read_mistral
 from headway_executor.models.families.mixtures import (
     read_dots1,
@@ -153,6 +154,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "MPTForCausalLM": read_mpt,
     "Mamba2ForCausalLM": read_mamba2,
     "MellumForCausalLM": read_mellum,
+    "MiMoV2FlashForCausalLM": read_mimo_v2_flash,
     "MiniCPM3ForCausalLM": read_minicpm3,
     "MiniMaxM2ForCausalLM": read_minimax_m2,
     "Ministral3ForCausalLM": read_ministral3,
@@ -213,6 +215,7 @@ _KNOWN_CODE = frozenset(
         "modeling_iquestcoder.IQuestCoderForCausalLM",
         "modeling_minicpm.MiniCPM3ForCausalLM",
         "modeling_kimi_k25.KimiK25ForConditionalGeneration",
+        "modeling_mimo_v2_flash.MiMoV2FlashForCausalLM",
         "modeling_internvl_chat.InternVLChatModel",
         "modeling_minimax_m2.MiniMaxM2ForCausalLM",
         "modeling_nemotron_h.NemotronHForCausalLM",
