@@ -332,6 +332,12 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
         moe_intermediate_size=20,
         routed_scaling_factor=1.5,
     ),
+    "dbrx": _named(
+        "Dbrx",
+        d_model=48,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 10_000.0},
+        ffn_config={"ffn_hidden_size": 20, "moe_num_experts": 6, "moe_top_k": 2},
+    ),
     "arcee": _named("Arcee", mlp_bias=True),
     "seed_oss": _named("SeedOss", head_dim=16, attention_out_bias=True),
     "ernie4_5": _named("Ernie4_5", head_dim=16, use_bias=True),
@@ -716,7 +722,7 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
                 parameter.normal_(0.0, 0.3)
             elif parameter_name.endswith("sinks"):
                 parameter.normal_(0.0, 1.0)
-            elif "norm" in parameter_name or ".ln_" in parameter_name:
+            elif "norm" in parameter_name.replace("norm_attn_norm", "") or ".ln_" in parameter_name:
                 # Gemma up to 3 and Nemotron add 1 to the weight.
                 adds_1 = name.startswith(("gemma", "vaultgemma")) and not name.startswith("gemma4")
                 parameter.uniform_(0.6, 1.6).sub_(1.0 if adds_1 or name == "nemotron" else 0.0)

@@ -337,7 +337,7 @@ def make_model(directory: Path, name: str, kind: Kind) -> PreTrainedModel:
 def _rounded(family: str, name: str, values: torch.Tensor, kind: Kind) -> torch.Tensor:
     if values.dim() == 1 or name.endswith(("_bias", "conv.conv.weight", "conv1d.weight")) or kind == Kind.F32:
         return values
-    if "kv_b_proj" in name:
+    if name.endswith(("kv_b_proj.weight", ".mlp.w2")):
         # The file has one half of it turned around, and three numbers are exact in blocks of either direction.
         return torch.tensor(0.25).copysign(values) * (values.abs() > values.abs().median())
     is_stack = values.dim() == 3 and not name.endswith(".weight")
@@ -383,6 +383,7 @@ def write_file(
     several files. ``architecture`` is another than the family's.
     """
     config = gguf_older.with_usual_names(json.loads((directory / "config.json").read_text()))
+    config = gguf_newer.with_usual_names(config)
     config["is_absorbed"] = is_absorbed and "n_routed_experts" in config
     family = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     tensors = {name: tensor.numpy() for name, tensor in load_file(directory / "model.safetensors").items()}

@@ -40,12 +40,19 @@ _MIMO: dict[str, object] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
 }
+_DBRX: dict[str, object] = {
+    "head_dim": None,
+    "d_model": 64,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 10_000.0},
+    "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 3},
+}
 
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "minicpm3": ("MiniCPM3", _MINICPM3),
+    "dbrx": ("Dbrx", _DBRX),
     "mimo2": ("MiMoV2Flash", _MIMO),
 }
-ARCHITECTURES = {"MiniCPM3": MODEL_ARCH.MINICPM3, "MiMoV2Flash": MODEL_ARCH.MIMO2}
+ARCHITECTURES = {"MiniCPM3": MODEL_ARCH.MINICPM3, "MiMoV2Flash": MODEL_ARCH.MIMO2, "Dbrx": MODEL_ARCH.DBRX}
 
 
 def _add_minicpm3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -80,8 +87,44 @@ def _mimo(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str, V
     yield f"{name}.weight" if name.endswith("attention_sink_bias") else name, values
 
 
-CHANGES: dict[str, Change] = {"MiMoV2Flash": _mimo}
+def with_usual_names(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of DBRX under the names that most families give them."""
+    if config["architectures"] != ["DbrxForCausalLM"]:
+        return config
+    names = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "max_position_embeddings": "max_seq_len",
+    }
+    experts = config["ffn_config"]
+    return config | {
+        **{name: config[own] for name, own in names.items()},
+        "intermediate_size": experts["ffn_hidden_size"],
+        "num_experts": experts["moe_num_experts"],
+        "num_experts_per_tok": experts["moe_top_k"],
+    }
+
+
+def _add_dbrx(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/dbrx.py``."""
+    writer.add_clamp_kqv(config["attn_config"]["clip_qkv"])
+    writer.add_layer_norm_eps(1e-5)
+
+
+def _dbrx(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+    """The same: a stack of each matrix, outputs first."""
+    if ".experts." in name:
+        experts = config["ffn_config"]
+        stack = values.reshape(experts["moe_num_experts"], experts["ffn_hidden_size"], -1)
+        yield f"{name}.weight", stack.swapaxes(1, 2) if name.endswith("w2") else stack
+    else:
+        yield name, values
+
+
+CHANGES: dict[str, Change] = {"MiMoV2Flash": _mimo, "Dbrx": _dbrx}
 SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "MiniCPM3": _add_minicpm3,
+    "Dbrx": _add_dbrx,
     "MiMoV2Flash": _add_mimo,
 }

@@ -270,6 +270,10 @@ OTHERS_REFUSED = [
     ("Qwen2Moe", {"layer_types": ["sliding_attention"] * 2}, "sliding_window"),
     ("Qwen3Moe", {"norm_topk_prob": 1}, "norm_topk_prob"),
     ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("Dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, "moe_normalize_expert_weights"),
+    ("Dbrx", {"ffn_config": {"moe_top_k": 5}}, "moe_top_k"),
+    ("Dbrx", {"attn_config": {"kv_n_heads": 3}}, "num_key_value_heads"),
+    ("Dbrx", {"tie_word_embeddings": True}, "tie_word_embeddings"),
     ("GptOss", {"swiglu_limit": 10.0}, "swiglu_limit"),
     ("GptOss", {"rope_scaling": None}, "rope_scaling"),
     ("DeepseekV2", LATENT | {"norm_topk_prob": True}, "norm_topk_prob"),
@@ -526,6 +530,13 @@ def test_mimo_is_read_as_it_was_published(tmp_path):
     ):
         with pytest.raises(ModelFilesError, match=rf"^config\.json: {field} "):
             read(tmp_path, older | {field: other})
+
+
+def test_dbrx_has_its_theta_among_the_fields_of_attention(tmp_path):
+    values = LLAMA | {"architectures": ["DbrxForCausalLM"], "ffn_config": {"moe_normalize_expert_weights": None}}
+    config = read(tmp_path, values | {"attn_config": {"rope_theta": 5e5}})
+    assert config.layers[0].rope.theta == 5e5
+    assert not config.experts.experts.routing.is_normalised
 
 
 def test_a_null_is_no_factor_of_minicpm3(tmp_path):

@@ -183,7 +183,7 @@ def test_norms_behind_attention_are_for_stages_of_whole_layers(tmp_path, family)
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3", "cohere2_moe", "phimoe"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3", "cohere2_moe", "phimoe", "dbrx"])
 def test_experts_and_latent_attention_in_a_group(family, tmp_path):
     """On the kernels, by messages too, with the bits of one rank; on torch operators with its tokens."""
     make_checkpoint(tmp_path, family)

@@ -19,7 +19,7 @@ from headway_executor.models.tensor_names import (
 from headway_kernels.routing import Routing
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish", "xielu"]
-Stacking: TypeAlias = Literal["pairs", "halves", "rows"]
+Stacking: TypeAlias = Literal["pairs", "halves", "rows", "matrices"]
 RecurrenceKind: TypeAlias = Literal["gated", "delta", "selective"]
 
 
@@ -110,7 +110,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     chosen read a compressed row of ``latent_size`` columns, and what they give is expanded; 0: they read the hidden state.
 
     With a ``stack``, one tensor holds all experts: "pairs", each gate beside its up, inputs before outputs; "halves", all
-    gates before all ups, inputs before outputs; or "rows", the same with outputs before inputs. ``has_correction_row``:
+    gates before all ups, inputs before outputs; or "rows", the same with outputs before inputs. "matrices": gates, ups and
+    ways back are a tensor each, with the rows of expert after expert, and inputs before outputs on the way back. ``has_correction_row``:
     the correction is stored as a matrix of one row. ``halves_shared``: half of what the shared expert gives counts.
     """
 

@@ -50,14 +50,17 @@ def expert_shapes(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -
         yield f"{names.shared_gate}.weight", (1, hidden)
 
 
-def stacked_names(names: ExpertNames) -> tuple[str, str]:
-    """Of the tensors that hold all experts: gates and ups, and the way back."""
+def stacked_names(names: ExpertNames) -> tuple[str, ...]:
+    """Of the tensors that hold all experts: gates and ups, or both apart, and the way back."""
     prefix = names.expert.removesuffix("{}.")
     return names.stacks or (f"{prefix}gate_up_proj", f"{prefix}down_proj")
 
 
 def _stacks(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -> Shapes:
     count, inner, is_turned = config.routing.num_experts, feed.intermediate_size, config.stack != "rows"
+    if config.stack == "matrices":
+        yield from ((name, (count * inner, hidden)) for name in stacked_names(config.names))
+        return
     gate_up, down = stacked_names(config.names)
     yield gate_up, (count, hidden, 2 * inner) if is_turned else (count, 2 * inner, hidden)
     yield down, (count, inner, hidden) if is_turned else (count, hidden, inner)
@@ -97,7 +100,8 @@ class ExpertTensors:
         self._config = config
         self._size, self._has_bias, self._is_gated = feed.intermediate_size, feed.has_bias, feed.is_gated
         self._names = config.names
-        self._gate_up, self._down = stacked_names(config.names)
+        self._stacks = stacked_names(config.names)
+        self._gate_up, self._down = self._stacks[0], self._stacks[-1]
         self._part = part
         self._read = read
 
@@ -148,6 +152,8 @@ class ExpertTensors:
     def gate_up(self, number: int | None) -> tuple[Tensor, Tensor | None]:
         """``[2 * inner, hidden]``, gates first, and bias, of one expert; None: of the shared one. Not gated: ``[inner, hidden]``."""
         inner, _ = self._own(number)
+        if self._config.stack == "matrices" and number is not None:
+            return torch.cat([self._matrix(name, number, inner) for name in self._stacks[:-1]]), None
         if self._config.stack == "pairs" and number is not None:
             pairs = None if inner is None else range(2 * inner.start, 2 * inner.stop)
             bias = self._stacked_bias(self._gate_up, number, pairs)
@@ -167,11 +173,19 @@ class ExpertTensors:
     def down(self, number: int | None) -> tuple[Tensor, Tensor | None]:
         """``[hidden, inner]``, and bias; as ``gate_up``."""
         _, (outputs, inputs) = self._own(number)
+        if self._config.stack == "matrices" and number is not None:
+            return self._matrix(self._down, number, inputs, outputs).t(), None
         if self._config.stack is not None and number is not None:
             bias = self._stacked_bias(self._down, number, outputs) if self._adds_bias else None
             return self._stacked(self._down, number, outputs, inputs), bias
         name = self._names.down if number is not None else self._names.shared_down
         return self._read(f"{self._prefix(number)}{name}.weight", outputs, inputs), None
+
+    def _matrix(self, name: str, number: int, rows: range | None, columns: range | None = None) -> Tensor:
+        """Some rows of one expert, in the tensor of all of them."""
+        own = range(self._size) if rows is None else rows
+        first = number * self._size
+        return self._read(name, range(first + own.start, first + own.stop), columns)
 
     def _stacked(self, name: str, number: int, outputs: range | None = None, inputs: range | None = None) -> Tensor:
         """Of one expert, ``[outputs, inputs]``."""

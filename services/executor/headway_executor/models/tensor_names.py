@@ -35,7 +35,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names of tensors behind a layer's prefix; ``gate_up`` and ``down`` follow the prefix of an expert.
 
     Without a name, there is no ``correction`` and no ``shared_gate``. ``latent``: of the products before and behind experts. ``shared_gate_up`` names one tensor each, or one for
-    both, gates first. ``stacks``: of tensors that hold all experts, gates and ups, and the way back; None: see
+    both, gates first. ``stacks``: of tensors that hold all experts, gates and ups (or both apart), and the way back; None: see
     ``expert_tensors``.
     """
 
@@ -50,7 +50,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     shared_gate: str | None = None
     latent: tuple[str, str] = ("", "")
     norms: ExpertNorms | None = None
-    stacks: tuple[str, str] | None = None
+    stacks: tuple[str, ...] | None = None
 
 
 class LayerNormNames(msgspec.Struct, frozen=True, kw_only=True):

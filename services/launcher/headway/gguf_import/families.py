@@ -34,6 +34,7 @@ from headway.gguf_import.family import Family
 from headway.gguf_import.gemma4 import gemma4
 from headway.gguf_import.metadata import Metadata
 from headway.gguf_import.mixtures import (
+    dbrx,
     deepseek,
     dots1,
     ernie_moe,
@@ -57,6 +58,7 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "bloom": bloom,
     "cohere2": cohere2,
     "command-r": cohere,
+    "dbrx": dbrx,
     "deepseek2": deepseek,
     "dots1": dots1,
     "ernie4_5": ernie,

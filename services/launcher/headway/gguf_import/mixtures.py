@@ -6,9 +6,20 @@ Metadata is what llama.cpp's converter writes (``conversion/*.py`` of ggml-org/l
 llama.cpp takes for it (``src/models/*.cpp``), which is what the published models have.
 """
 
+import math
 from collections.abc import Mapping
 
-from headway.gguf_import.family import HUNYUAN_NORMS, Family, chosen, partial, partly, rotated_granite, turned, windows
+from headway.gguf_import.family import (
+    HUNYUAN_NORMS,
+    LAYER,
+    Family,
+    chosen,
+    partial,
+    partly,
+    rotated_granite,
+    turned,
+    windows,
+)
 from headway.gguf_import.layout import (
     DENSE,
     EXPERTS,
@@ -28,6 +39,7 @@ from headway.gguf_import.metadata import Metadata
 
 _EXPERTS_OF_MAVERICK = 128
 """Of the model that does not normalise queries and keys."""
+_DBRX_EPS = 1e-5
 _SPARSE_BLOCK = {"ffn_gate_inp": "block_sparse_moe.gate"} | by_expert("block_sparse_moe.experts", ("w1", "w3", "w2"))
 """Experts as Mixtral has them."""
 
@@ -306,6 +318,35 @@ def mimo2(metadata: Metadata) -> Family:
     }
     sinks = {"attn_sinks": "self_attn.attention_sink_bias"}
     return Family("MiMoV2FlashForCausalLM", Layout(_corrected_places(sinks)), fields)
+
+
+def dbrx(metadata: Metadata) -> Family:
+    """DBRX. A tensor for each matrix of an expert, unlike checkpoints."""
+    if not math.isclose(metadata.number(LAYER), _DBRX_EPS, rel_tol=1e-6):
+        raise metadata.refuse(LAYER, f"{_DBRX_EPS:g}")
+    layout = Layout(
+        {
+            "attn_norm": "norm_attn_norm.norm_1",
+            "attn_output_norm": "norm_attn_norm.norm_2",
+            "attn_qkv": "norm_attn_norm.attn.Wqkv",
+            "attn_output": "norm_attn_norm.attn.out_proj",
+            "ffn_gate_inp": "ffn.router.layer",
+        }
+        | by_expert("ffn.experts", ("w1", "v1", "w2")),
+        outside={"token_embd": "transformer.wte", "output_norm": "transformer.norm_f", "output": "lm_head"},
+        layer="transformer.blocks.{}.",
+    )
+    clip = metadata.value("attention.clamp_kqv", 0.0) or None
+    fields = {
+        "head_dim": None,
+        "attn_config": {"kv_n_heads": metadata.num_kv_heads, "clip_qkv": clip},
+        "ffn_config": {
+            "ffn_hidden_size": metadata.inner_size,
+            "moe_num_experts": metadata.integer("expert_count"),
+            "moe_top_k": chosen(metadata),
+        },
+    }
+    return Family("DbrxForCausalLM", layout, fields, eps=("layer_norm_eps", LAYER))
 
 
 def _experts(metadata: Metadata) -> dict[str, object]:

@@ -23,6 +23,7 @@ from headway_executor.models.families.bert import ENCODERS, PAIRS_HEAD, RERANKER
 from headway_executor.models.families.biogpt import read_biogpt, read_xglm
 from headway_executor.models.families.bloom import read_bloom
 from headway_executor.models.families.cohere import read_cohere, read_cohere2, read_cohere2_moe
+from headway_executor.models.families.dbrx import read_dbrx
 from headway_executor.models.families.deepseek import (
     read_deepseek_v2,
     read_deepseek_v3,
@@ -108,6 +109,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Cohere2MoeForCausalLM": read_cohere2_moe,
     "CohereForCausalLM": read_cohere,
     "CwmForCausalLM": read_cwm,
+    "DbrxForCausalLM": read_dbrx,
     "DeepseekV2ForCausalLM": read_deepseek_v2,
     "DeepseekV3ForCausalLM": read_deepseek_v3,
     "Dots1ForCausalLM": read_dots1,
