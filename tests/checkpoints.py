@@ -281,7 +281,7 @@ _MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {
     "deepseek_v3-halves": lambda: _deepseek_v3(
         q_lora_rank=20, n_group=1, topk_group=1, rope_interleave=False, **_LATENT
     ),
-    "olmoe": lambda: _olmoe(num_experts=4, num_experts_per_tok=2, intermediate_size=32),
+    "olmoe": lambda: _olmoe(num_experts=4, num_experts_per_tok=2, intermediate_size=32, clip_qkv=0.8),
 }
 
 _WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -332,6 +332,9 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
         moe_intermediate_size=20,
         routed_scaling_factor=1.5,
     ),
+    "cohere-norms": _named("Cohere", logit_scale=0.5, tie_word_embeddings=True, use_qk_norm=True),
+    "persimmon": _named("Persimmon", rope_parameters=_HALF_ROPE, num_key_value_heads=4),
+    "stablelm-norms": _named("StableLm", rope_parameters=_HALF_ROPE, qk_layernorm=True),
     "dbrx": _named(
         "Dbrx",
         d_model=48,
@@ -680,10 +683,7 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 _ON_OPERATORS: dict[str, Callable[[], PreTrainedModel]] = {
-    "cohere-norms": _named("Cohere", logit_scale=0.5, tie_word_embeddings=True, use_qk_norm=True),
     "nemotron_h-latent": _named("NemotronH", moe_latent_size=24, **_NEMOTRON_H),
-    "persimmon": _named("Persimmon", rope_parameters=_HALF_ROPE, **_OLD),
-    "stablelm-norms": _named("StableLm", rope_parameters=_HALF_ROPE, qk_layernorm=True),
 }
 
 _FURTHER |= _WITHOUT_ROPE | _STATES

@@ -334,8 +334,11 @@ def make_model(directory: Path, name: str, kind: Kind) -> PreTrainedModel:
     return kind_of_model.from_pretrained(directory, attn_implementation="eager").eval()
 
 
+_UNROUNDED = ("_bias", "conv.conv.weight", "conv1d.weight", "norm.weight")
+
+
 def _rounded(family: str, name: str, values: torch.Tensor, kind: Kind) -> torch.Tensor:
-    if values.dim() == 1 or name.endswith(("_bias", "conv.conv.weight", "conv1d.weight")) or kind == Kind.F32:
+    if values.dim() == 1 or name.endswith(_UNROUNDED) or kind == Kind.F32:
         return values
     if name.endswith(("kv_b_proj.weight", ".mlp.w2")):
         # The file has one half of it turned around, and three numbers are exact in blocks of either direction.

@@ -48,6 +48,14 @@ class NormKind(IntEnum):
     LAYER = 1
 
 
+class GateKind(IntEnum):
+    """Of gates behind attention: none, their sigmoids, or ``ln(1 + e^x)``."""
+
+    NONE = 0
+    SIGMOID = 1
+    SOFTPLUS = 2
+
+
 class _KvForm(IntEnum):
     """float32; bfloat16 that is widened; bfloat16 of which pairs are multiplied."""
 
@@ -105,8 +113,9 @@ class DecoderShape:
     added to embeddings. ``score_biases`` ``[heads, context]``, float32, on the CPU, or None: added to the scores of keys,
     each at the key's position, or, with ``biases_distances``, at its distance. ``is_parallel``: attention and
     feed-forward read the same hidden state. ``norms_sums``: norms behind both are of the hidden state after the
-    addition. ``norms_all_heads``: together, not each by itself; ``norms_rotated``: behind the rotation. With
-    ``has_gates``, ``qkv`` gives as many gates as queries, last. A rank of several says in ``own`` what it has; its
+    addition. ``norms_all_heads``: together, not each by itself; ``norms_rotated``: behind the rotation;
+    ``head_norm_kind``: of what kind these are. ``clips_normed``: bounds are behind norms of heads. With
+    ``gates``, ``qkv`` gives as many gates as queries, last. A rank of several says in ``own`` what it has; its
     heads are counted alone, and its embedding has ``own.hidden_columns``, or is None in a later stage. ``kv_dtype``,
     of keys and values: float32 or bfloat16. ``block_stride``: numbers from a block of a layer to its next one; None: those
     of a layer. ``inputs``: of each layer's own, or None. With ``norms_values``, a ``qk_norm`` has rows for values, too, last.
@@ -132,7 +141,9 @@ class DecoderShape:
     norms_all_heads: bool = False
     norms_rotated: bool = False
     norms_values: bool = False
-    has_gates: bool = False
+    gates: GateKind = GateKind.NONE
+    head_norm_kind: NormKind = NormKind.RMS
+    clips_normed: bool = False
     score_softcap: float = 0.0
     qkv_clip: float = 0.0
     residual_factor: float = 1.0
@@ -152,10 +163,11 @@ class Rotations(NamedTuple):
 
 
 class LayerHeads(NamedTuple):
-    """The heads of one layer's keys and values, and where these are: in the pool's layer ``kv_layer``, from the number
+    """The heads of one layer, and where its keys and values are: in the pool's layer ``kv_layer``, from the number
     ``kv_first`` of each block on. A layer that ``is_reading`` has queries alone: one before it stores what it reads.
     """
 
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     kv_layer: int
@@ -211,7 +223,7 @@ class LayerWeights:
     Beside attention, or in its place, there may be a ``recurrence``.
 
     Norms that a model does not have are None; those behind attention and feed-forward are only for a rank that is alone.
-    ``qk_norm`` ``[heads + kv_heads, head_dim]``, float32, contiguous, on the CPU. A token sees ``window`` positions;
+    ``qk_norm`` and ``qk_norm_bias`` ``[heads + kv_heads, head_dim]``, float32, contiguous, on the CPU. A token sees ``window`` positions;
     None: all. ``sinks`` ``[heads]``, float32, or None: in each head's softmax a score without a value. ``query_factors``
     ``[context]``, float32, on the CPU, multiply queries by position; None: nothing does. ``heads`` None: as in the shape, and
     in a layer of the pool behind those of all layers before. ``factor`` multiplies the hidden state behind the layer.
@@ -226,6 +238,7 @@ class LayerWeights:
     attention_post_norm: NormWeights | None = None
     mlp_post_norm: NormWeights | None = None
     qk_norm: Tensor | None
+    qk_norm_bias: Tensor | None = None
     rotations: Rotations | None
     window: int | None
     sinks: Tensor | None = None
@@ -258,6 +271,7 @@ class Decoder:
         self._experts = next(
             (made.feed_forward for made in layers if isinstance(made.feed_forward, PackedExperts)), None
         )
+        self._attended_width = _attended_width(library, shape, self._own, layers)
         self._recurrences = [made.recurrence for made in layers if made.recurrence is not None]
         self._mates = mates
         struct = _shape_struct(library, shape, self._own, len(layers), biases)
@@ -366,15 +380,10 @@ class Decoder:
 
     def _sizes(self, num_tokens: int, num_sampled: int) -> WideRows[tuple[int, int]]:
         """Rows and columns; the experts of all layers are alike, and their states."""
-        head_dim, panel, experts = (
-            self.library.padded_head_dim(self._shape.head_dim),
-            self.library.panel,
-            self._experts,
-        )
-        widths = [recurrence.inner for recurrence in self._recurrences] or [0]
+        panel, experts = self.library.panel, self._experts
         return WideRows(
             hidden=(num_tokens, rounded(self._shape.hidden_size, panel)),
-            attended=(num_tokens, rounded(self._own.all_heads * head_dim + max(widths), panel)),
+            attended=(num_tokens, rounded(self._attended_width, panel)),
             activations=(num_tokens, rounded(self._shape.intermediate_size, panel)),
             logits=(num_sampled if self._has_head else 0, self._logits_stride),
             pairs=(0, 0) if experts is None else (num_tokens * experts.num_chosen, experts.inner_size),
@@ -406,6 +415,17 @@ def _all_columns(shape: DecoderShape) -> OwnColumns:
         activation_start=0,
         logits_start=0,
     )
+
+
+def _attended_width(library: CpuLibrary, shape: DecoderShape, own: OwnColumns, layers: Sequence[LayerWeights]) -> int:
+    """Of all ranks, in the layer that needs most: heads, and what a state beside them gives."""
+    ranks, widths = own.all_heads // shape.num_heads, [0]
+    for layer in layers:
+        heads = layer.heads or LayerHeads(shape.num_heads, shape.num_kv_heads, shape.head_dim, 0)
+        attended = ranks * heads.num_heads * library.padded_head_dim(heads.head_dim)
+        inner = 0 if layer.recurrence is None else layer.recurrence.inner
+        widths.append((0 if layer.output is None else attended) + inner)
+    return max(widths)
 
 
 def _laid_out(biases: Tensor, biases_distances: bool) -> Tensor:
@@ -440,7 +460,9 @@ def _shape_struct(
         norms_all_heads=shape.norms_all_heads,
         norms_rotated=shape.norms_rotated,
         norms_values=shape.norms_values,
-        has_gates=shape.has_gates,
+        gates=shape.gates,
+        head_norm_kind=shape.head_norm_kind,
+        clips_normed=shape.clips_normed,
         norms_sums=shape.norms_sums,
         norm_eps=shape.norm_eps,
         score_scale=shape.score_scale,
@@ -475,7 +497,7 @@ def block_floats(library: CpuLibrary, num_kv_heads: int, head_dim: int, block_si
 def _layer_structs(library: CpuLibrary, shape: DecoderShape, layers: Sequence[LayerWeights]) -> Iterator[LayerStruct]:
     count = 0
     for layer in layers:
-        heads = layer.heads or LayerHeads(shape.num_kv_heads, shape.head_dim, count)
+        heads = layer.heads or LayerHeads(shape.num_heads, shape.num_kv_heads, shape.head_dim, count)
         yield _layer_struct(library, layer, heads)
         count += layer.output is not None
 
@@ -495,6 +517,7 @@ def _layer_struct(library: CpuLibrary, layer: LayerWeights, heads: LayerHeads) -
         mlp_norm=_norm_struct(layer.mlp_norm),
         mlp_post_norm=_norm_struct(layer.mlp_post_norm),
         qk_norm=address(layer.qk_norm),
+        qk_norm_bias=address(layer.qk_norm_bias),
         cosines=None if layer.rotations is None else layer.rotations.cosines.data_ptr(),
         sines=None if layer.rotations is None else layer.rotations.sines.data_ptr(),
         query_factors=address(layer.query_factors),
@@ -510,6 +533,7 @@ def _layer_struct(library: CpuLibrary, layer: LayerWeights, heads: LayerHeads) -
         input_back=None if own is None else own.back.handle,
         input_norm=_norm_struct(None if own is None else own.norm),
         heads=HeadsStruct(
+            num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=library.padded_head_dim(heads.head_dim),
             true_head_dim=heads.head_dim,

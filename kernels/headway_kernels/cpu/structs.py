@@ -52,7 +52,9 @@ class ShapeStruct(ctypes.Structure):
         ("norms_all_heads", ctypes.c_int64),
         ("norms_rotated", ctypes.c_int64),
         ("norms_values", ctypes.c_int64),
-        ("has_gates", ctypes.c_int64),
+        ("gates", ctypes.c_int64),
+        ("head_norm_kind", ctypes.c_int64),
+        ("clips_normed", ctypes.c_int64),
         ("norms_sums", ctypes.c_int64),
         ("norm_eps", ctypes.c_float),
         ("score_scale", ctypes.c_float),
@@ -76,6 +78,7 @@ class HeadsStruct(ctypes.Structure):
     """``layer_heads``."""
 
     _fields_ = (
+        ("num_heads", ctypes.c_int64),
         ("num_kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
         ("true_head_dim", ctypes.c_int64),
@@ -100,6 +103,7 @@ class LayerStruct(ctypes.Structure):
         ("mlp_norm", NormStruct),
         ("mlp_post_norm", NormStruct),
         ("qk_norm", ctypes.c_void_p),
+        ("qk_norm_bias", ctypes.c_void_p),
         ("cosines", ctypes.c_void_p),
         ("sines", ctypes.c_void_p),
         ("query_factors", ctypes.c_void_p),

@@ -28,6 +28,7 @@ from headway_executor.models.families.qwen import read_qwen3
 from headway_executor.models.loading import ModelTensors
 from headway_executor.models.part import part_of, whole
 from headway_executor.rank_place import RankPlace
+from headway_executor.ranks import stage_mates
 from headway_executor.ranks.group import RankGroup
 from headway_executor.setting_checks import TRITON, check_settings
 from headway_kernels.cpu.library import load_library
@@ -194,6 +195,22 @@ def test_experts_and_latent_attention_in_a_group(family, tmp_path):
         options = {"kernels": "eager", "tensor_parallel_form": form}
         found = story(InlineGroup(tensor_parallel=2), tmp_path, options=options)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
+
+
+@needs_kernels
+def test_rows_that_ranks_share_have_room_for_the_widest_layer(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path, "gemma4-keys")
+    widths, made = set(), stage_mates._wide_rows
+
+    def recorded(memory, sizes):
+        widths.add(sizes.attended[1])
+        return made(memory, sizes)
+
+    monkeypatch.setattr(stage_mates, "_wide_rows", recorded)
+    story(InlineGroup(pipeline_parallel=2), tmp_path)
+    heads = {attention.num_heads * attention.head_dim for attention in read_model_config(tmp_path).attentions}
+    assert len(heads) == 2
+    assert min(widths) >= max(heads)
 
 
 @needs_kernels

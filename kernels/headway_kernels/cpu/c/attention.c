@@ -402,6 +402,9 @@ void attend(const attention_shape *shape, const void *layer, const attention_tas
             store(row + d, load(attended + i * head_dim + d) * kept / totals[i]);
         if (gates == NULL) continue;
         const float *gate_row = gates + i / heads * query_stride + head_start;
-        for (int64_t d = 0; d < head_dim; d += LANES) store(row + d, load(row + d) * sigmoid(load(gate_row + d)));
+        for (int64_t d = 0; d < head_dim; d += LANES) {
+            const vec gate = load(gate_row + d);
+            store(row + d, load(row + d) * (shape->gates == GATES_SIGMOID ? sigmoid(gate) : gate));
+        }
     }
 }

@@ -23,6 +23,7 @@
 
 /* How keys and values are stored: float32; bfloat16, which is widened; or bfloat16 whose pairs are multiplied, with
  * queries and weights that are rounded to bfloat16, too: only for processors with the instruction. */
+enum gate_kind { GATES_NONE = 0, GATES_SIGMOID = 1, GATES_SOFTPLUS = 2 };
 enum kv_form { KV_FLOAT32 = 0, KV_BFLOAT16 = 1, KV_PAIRS = 2 };
 
 /* head_dim is a multiple of LANES, at most MAX_HEAD_DIM: the caller pads heads with zeros.
@@ -31,6 +32,7 @@ enum kv_form { KV_FLOAT32 = 0, KV_BFLOAT16 = 1, KV_PAIRS = 2 };
  * is a last_distance, at last_distance less its distance (Press et al. 2021, arXiv 2108.12409). LANES + TILE_ROWS more
  * of them are readable. */
 typedef struct {
+    int64_t gates; /* enum gate_kind */
     int64_t num_heads;
     int64_t num_kv_heads;
     int64_t head_dim;
@@ -74,11 +76,11 @@ typedef struct {
     int64_t part;
 } attention_task;
 
-/* `queries` and `out`: head 0 of the first token; tokens are `query_stride` and `out_stride` apart. The sigmoids of
- * `gates`, which lie as queries do, multiply the results; NULL: nothing does. A token sees the last `window` positions
- * up to its own; 0: all. `sinks` [num_heads] or NULL: in the softmax of each head one more score, which has no value
- * (Xiao et al. 2023, arXiv 2309.17453). `next`, if not NULL, is the probable next task of this thread: its keys and
- * values are fetched into the cache. */
+/* `queries` and `out`: head 0 of the first token; tokens are `query_stride` and `out_stride` apart. `gates`, which lie
+ * as queries do, or their sigmoids if they are such, multiply the results; NULL: nothing does. A token sees the last
+ * `window` positions up to its own; 0: all. `sinks` [num_heads] or NULL: in the softmax of each head one more score,
+ * which has no value (Xiao et al. 2023, arXiv 2309.17453). `next`, if not NULL, is the probable next task of this
+ * thread: its keys and values are fetched into the cache. */
 void attend(const attention_shape *shape, const void *layer, const attention_task *task, const attention_task *next,
             int64_t window, const float *sinks, const float *queries, const float *gates, int64_t query_stride,
             float *out, int64_t out_stride);

@@ -15,17 +15,22 @@ static void share_components(const decoder *of, const latent_weights *latent, co
 static void normalise_qkv(const pass *now, float *qkv) {
     const decoder_shape *shape = &now->of->shape;
     const attention_shape *heads = now->attention;
-    const float *norm = now->layer->qk_norm;
-    const int64_t width = now->layer->heads.true_head_dim;
+    norm_weights norm = {now->layer->qk_norm, now->layer->qk_norm_bias};
+    const head_norm of = {
+        .kind = (enum norm_kind)shape->head_norm_kind,
+        .eps = shape->norm_eps,
+        .stride = heads->head_dim,
+        .width = now->layer->heads.true_head_dim,
+    };
     const int together = shape->norms_all_heads != 0;
-    normalise_heads(qkv, heads->num_heads, heads->head_dim, width, norm, shape->norm_eps, together);
+    normalise_heads(&of, norm, qkv, heads->num_heads, together);
     if (now->layer->heads.is_reading) return;
     float *keys = qkv + heads->num_heads * heads->head_dim;
-    norm += heads->num_heads * width;
-    normalise_heads(keys, heads->num_kv_heads, heads->head_dim, width, norm, shape->norm_eps, together);
+    norm = further_weights(norm, heads->num_heads * of.width);
+    normalise_heads(&of, norm, keys, heads->num_kv_heads, together);
     if (shape->norms_values)
-        normalise_heads(keys + heads->num_kv_heads * heads->head_dim, heads->num_kv_heads, heads->head_dim, width,
-                        norm + heads->num_kv_heads * width, shape->norm_eps, 0);
+        normalise_heads(&of, further_weights(norm, heads->num_kv_heads * of.width),
+                        keys + heads->num_kv_heads * heads->head_dim, heads->num_kv_heads, 0);
 }
 
 /* Queries, keys and values of one token: bound them; normalise and rotate queries and keys, or the other way round;
@@ -39,11 +44,14 @@ static void place_token(const pass *now, const attention_tile *tile, int64_t whi
     const int64_t num_new = layer->heads.is_reading ? 0 : heads->num_kv_heads;
     float *qkv = of->space.qkv + (tile->token + which) * of->strides.qkv;
     float *keys = qkv + heads->num_heads * width;
-    if (shape->qkv_clip > 0.0f) clip_row(qkv, (heads->num_heads + 2 * num_new) * width, shape->qkv_clip);
+    const int64_t num_channels = (heads->num_heads + 2 * num_new) * width;
+    if (shape->qkv_clip > 0.0f && !shape->clips_normed) clip_row(qkv, num_channels, shape->qkv_clip);
     if (layer->latent != NULL)
         share_components(of, layer->latent, of->space.compressed + (tile->token + which) * of->strides.compressed,
                          keys);
     if (layer->qk_norm != NULL && !shape->norms_rotated) normalise_qkv(now, qkv);
+    if (shape->qkv_clip > 0.0f && shape->clips_normed) clip_row(qkv, num_channels, shape->qkv_clip);
+    if (shape->gates == GATES_SOFTPLUS) soft_plus_row(qkv + num_channels, heads->num_heads * width);
     for (int64_t head = 0; layer->cosines != NULL && head < heads->num_heads + num_new; head++) {
         rotate(qkv + head * width, layer->cosines + position * half, layer->sines + position * half, half);
     }
@@ -85,7 +93,8 @@ static void attend_task(void *work, int64_t number) {
     const float *queries = of->space.qkv + token * of->strides.qkv;
     const int64_t qkv_heads = now->attention->num_heads + 2 * now->attention->num_kv_heads;
     attend(now->attention, now->layer_pool, &task, fetches ? &next : NULL, now->layer->window, now->layer->sinks,
-           queries, of->shape.has_gates ? queries + qkv_heads * now->attention->head_dim : NULL, of->strides.qkv,
+           queries, of->shape.gates != GATES_NONE ? queries + qkv_heads * now->attention->head_dim : NULL,
+           of->strides.qkv,
            of->rows.attended + token * of->strides.attended + of->shape.first_head * now->attention->head_dim,
            of->strides.attended);
 }

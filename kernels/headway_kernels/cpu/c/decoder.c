@@ -71,7 +71,8 @@ static void gather_task(void *work, int64_t task) {
                owns_some ? shape->hidden_columns : of->strides.hidden);
     else if (task == 1) /* the results of a state are all of one rank */
         gather(now->step, of->rows.attended + (owns_heads ? shape->first_head * now->attention->head_dim : 0),
-               of->strides.attended, owns_heads ? shape->num_heads * now->attention->head_dim : of->strides.attended);
+               of->strides.attended,
+               owns_heads ? now->attention->num_heads * now->attention->head_dim : of->strides.attended);
     else
         gather(now->step, of->space.normed, of->strides.hidden, of->strides.hidden);
 }
@@ -235,7 +236,8 @@ static void layer_inputs_task(void *work, int64_t token) {
     const int64_t first = now->step->token_ids[token] * columns;
     float *row = of->space.layer_inputs + token * of->strides.layer_inputs;
     scale_row(row, columns, inputs->projection_factor, 0.0f);
-    normalise_heads(row, of->shape.num_layers, inputs->size, inputs->size, inputs->norm, of->shape.norm_eps, 0);
+    const head_norm with = {NORM_RMS, of->shape.norm_eps, inputs->size, inputs->size};
+    normalise_heads(&with, (norm_weights){inputs->norm, NULL}, row, of->shape.num_layers, 0);
     for (int64_t i = 0; i < columns; i++)
         row[i] = (row[i] + number_of(inputs->table, inputs->is_narrow, first + i) * inputs->table_factor) *
                  inputs->sum_factor;
@@ -365,7 +367,7 @@ static void run_latent(member *self, const pass *now, const latent_weights *late
     run_product(self, &query, latent->expand);
     product expand = product_of(&space->products, latent->expand, num_tokens, compressed, of->strides.compressed,
                                 (rms_norm){latent->norm, latent->norm_eps}, STORE,
-                                space->qkv + of->shape.num_heads * now->attention->head_dim, of->strides.qkv);
+                                space->qkv + now->attention->num_heads * now->attention->head_dim, of->strides.qkv);
     expand.adapters = adapters_of(now, SITE_EXPAND);
     run_product(self, &expand, now->layer->output);
 }
@@ -459,7 +461,7 @@ static void need(decoder *of, const layer_weights *layer, const attention_shape 
     const decoder_shape *shape = &of->shape;
     if (attends(layer)) {
         of->strides.qkv = larger_of(of->strides.qkv, round_up(qkv_columns(shape, attention), PANEL));
-        of->strides.attended = larger_of(of->strides.attended, round_up(shape->all_heads * attention->head_dim, PANEL));
+        of->strides.attended = larger_of(of->strides.attended, round_up(attended_columns(shape, attention), PANEL));
         if (tokens_per_tile(attention) < of->tokens_per_tile) of->tokens_per_tile = tokens_per_tile(attention);
     }
     of->strides.needs_normed |= shape->is_parallel || shape->norm_kind != NORM_RMS;
@@ -475,7 +477,7 @@ static void need(decoder *of, const layer_weights *layer, const attention_shape 
     }
     if (layer->recurrence != NULL) {
         const int64_t before = attends(layer) ? qkv_columns(shape, attention) : 0;
-        const int64_t heads = attends(layer) ? shape->all_heads * attention->head_dim : 0;
+        const int64_t heads = attends(layer) ? attended_columns(shape, attention) : 0;
         of->strides.qkv = larger_of(of->strides.qkv, before + round_up(layer->state_inputs->outputs, PANEL));
         of->strides.attended = larger_of(of->strides.attended, round_up(heads + inner_of(layer->recurrence), PANEL));
     }
@@ -509,6 +511,7 @@ decoder *headway_decoder_new(const decoder_shape *shape, const layer_weights *la
     made->experts.layers = shape->num_layers;
     for (int64_t i = 0; i < shape->num_layers; i++) {
         made->attentions[i] = usual;
+        made->attentions[i].num_heads = layers[i].heads.num_heads;
         made->attentions[i].num_kv_heads = layers[i].heads.num_kv_heads;
         made->attentions[i].head_dim = layers[i].heads.head_dim;
         need(made, &layers[i], &made->attentions[i]);

@@ -59,7 +59,9 @@ typedef struct {
     int64_t norms_all_heads; /* `qk_norm` is over all heads of queries, and of keys; else of each head */
     int64_t norms_rotated;   /* `qk_norm` is behind the rotation */
     int64_t norms_values;    /* `qk_norm` has rows for the heads of values, too, last */
-    int64_t has_gates;       /* `qkv` gives as many gates as queries, last */
+    int64_t gates;           /* enum gate_kind; `qkv` gives as many as queries, last */
+    int64_t head_norm_kind;  /* enum norm_kind, of `qk_norm` */
+    int64_t clips_normed;    /* `qkv_clip` is behind `qk_norm` */
     int64_t norms_sums;      /* norms behind attention and feed-forward are of the hidden state after the addition */
     float norm_eps;
     float score_scale;
@@ -88,6 +90,7 @@ static inline attention_shape attention_shape_of(const decoder_shape *shape) {
         .scale = shape->score_scale,
         .softcap = shape->score_softcap,
         .form = shape->kv_form,
+        .gates = shape->gates,
         .biases = shape->score_biases,
         .bias_stride = shape->bias_stride,
         .last_distance = shape->last_distance,
@@ -108,10 +111,11 @@ typedef struct {
     float norm_eps;
 } latent_weights;
 
-/* The heads of keys and values of one layer, as `decoder_shape` has them of most, and where these are: in the pool's
+/* The heads of one layer, as `decoder_shape` has them of most, and where its keys and values are: in the pool's
  * layer `kv_layer`, from number `kv_first` of each block on. One that `is_reading` has queries alone: a layer before it
  * has stored what it reads. */
 typedef struct {
+    int64_t num_heads;
     int64_t num_kv_heads;
     int64_t head_dim;
     int64_t true_head_dim;
@@ -121,12 +125,12 @@ typedef struct {
 } layer_heads;
 
 /* One layer. Norms [hidden] or none; those behind attention and feed-forward need all columns of a rank that is alone.
- * `qk_norm` [heads + kv_heads, true_head_dim] or NULL. `cosines` and `sines` [context, true_head_dim / 2], or NULL: no
- * rotation. `qkv` and `output` are of attention, those of a state of its `recurrence`: a layer may have either, both or
- * none. One without `gate_up` and `experts` has no feed-forward. `query_factors` [context], or NULL: all 1. `window`:
- * how many positions a token sees; 0: all. `gate_up` is packed with `gated` if it is gated by SILU; else it gives
- * gates, then ups, or ups alone. `heads` are those of its attention, if it has any. `factor` multiplies the hidden
- * state behind it. */
+ * `qk_norm` and its bias [heads + kv_heads, true_head_dim] or NULL. `cosines` and `sines` [context, true_head_dim / 2],
+ * or NULL: no rotation. `qkv` and `output` are of attention, those of a state of its `recurrence`: a layer may have
+ * either, both or none. One without `gate_up` and `experts` has no feed-forward. `query_factors` [context], or NULL:
+ * all 1. `window`: how many positions a token sees; 0: all. `gate_up` is packed with `gated` if it is gated by SILU;
+ * else it gives gates, then ups, or ups alone. `heads` are those of its attention, if it has any. `factor` multiplies
+ * the hidden state behind it. */
 typedef struct {
     linear *qkv;
     linear *output;
@@ -139,6 +143,7 @@ typedef struct {
     norm_weights mlp_norm;
     norm_weights mlp_post_norm;
     const float *qk_norm;
+    const float *qk_norm_bias;
     const float *cosines;
     const float *sines;
     const float *query_factors;

@@ -8,7 +8,7 @@ float *inputs_of_state(const pass *now) {
 }
 
 float *results_of_state(const pass *now) {
-    return now->of->rows.attended + (attends(now->layer) ? now->of->shape.all_heads * now->attention->head_dim : 0);
+    return now->of->rows.attended + (attends(now->layer) ? attended_columns(&now->of->shape, now->attention) : 0);
 }
 
 static token_run tokens_of(const pass *now, int64_t row) {

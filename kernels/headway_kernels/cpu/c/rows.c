@@ -4,6 +4,7 @@
 
 #define SWISH_LIMIT 7.0f
 #define SWISH_FACTOR 1.702f
+#define SOFT_PLUS_LIMIT 20.0f /* as in PyTorch: beyond it, the result is the number itself */
 
 /* The sum of (x - mean)^2 of a row. */
 static float squares_around(const float *row, int64_t width, float mean) {
@@ -45,17 +46,25 @@ static float squares_of(const float *head, int64_t width) {
     return sum;
 }
 
-void normalise_heads(float *heads, int64_t num_heads, int64_t stride, int64_t width, const float *weight, float eps,
-                     int together) {
+void normalise_heads(const head_norm *of, norm_weights with, float *heads, int64_t num_heads, int together) {
+    const int64_t width = of->width;
     float factor = 0.0f;
     if (together) {
-        for (int64_t head = 0; head < num_heads; head++) factor += squares_of(heads + head * stride, width);
-        factor = 1.0f / sqrtf(factor / (float)(num_heads * width) + eps);
+        for (int64_t head = 0; head < num_heads; head++) factor += squares_of(heads + head * of->stride, width);
+        factor = 1.0f / sqrtf(factor / (float)(num_heads * width) + of->eps);
     }
-    for (int64_t head = 0; head < num_heads; head++, heads += stride, weight += width) {
-        if (!together) factor = 1.0f / sqrtf(squares_of(heads, width) / (float)width + eps);
-        for (int64_t i = 0; i < width; i++) heads[i] *= factor * weight[i];
+    for (int64_t head = 0; head < num_heads; head++, heads += of->stride, with = further_weights(with, width)) {
+        if (of->kind == NORM_LAYER) {
+            normalise_row(NORM_LAYER, with, of->eps, heads, width, heads);
+            continue;
+        }
+        if (!together) factor = 1.0f / sqrtf(squares_of(heads, width) / (float)width + of->eps);
+        for (int64_t i = 0; i < width; i++) heads[i] *= factor * with.weight[i];
     }
+}
+
+void soft_plus_row(float *row, int64_t width) {
+    for (int64_t i = 0; i < width; i++) row[i] = row[i] > SOFT_PLUS_LIMIT ? row[i] : log1pf(expf(row[i]));
 }
 
 void rotate(float *restrict head, const float *restrict cosines, const float *restrict sines, int64_t half) {

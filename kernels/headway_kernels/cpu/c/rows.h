@@ -8,6 +8,7 @@
 #ifndef HEADWAY_ROWS_H
 #define HEADWAY_ROWS_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 enum norm_kind { NORM_RMS = 0, NORM_LAYER = 1 };
@@ -24,10 +25,23 @@ enum activation { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, CLAMPE
  * `row`. */
 void normalise_row(enum norm_kind kind, norm_weights with, float eps, const float *row, int64_t width, float *out);
 
-/* RMS norm of `num_heads` heads, `stride` apart, of `width` components each, with weights side by side: each head by
- * itself, or all `together`. */
-void normalise_heads(float *heads, int64_t num_heads, int64_t stride, int64_t width, const float *weight, float eps,
-                     int together);
+/* A norm of heads of `width` components, `stride` apart. */
+typedef struct {
+    enum norm_kind kind;
+    float eps;
+    int64_t stride;
+    int64_t width;
+} head_norm;
+
+/* Each head by itself, or all `together`, which only the RMS norm can; weights lie side by side. */
+void normalise_heads(const head_norm *of, norm_weights with, float *heads, int64_t num_heads, int together);
+
+static inline norm_weights further_weights(norm_weights with, int64_t count) {
+    return (norm_weights){with.weight + count, with.bias == NULL ? NULL : with.bias + count};
+}
+
+/* row = ln(1 + e^row) */
+void soft_plus_row(float *row, int64_t width);
 
 /* Rotary embedding (Su et al. 2021, arXiv 2104.09864), components i and i + half as a pair. */
 void rotate(float *restrict head, const float *restrict cosines, const float *restrict sines, int64_t half);

@@ -51,7 +51,12 @@ static inline int mixes(const layer_weights *layer) { return attends(layer) || l
 
 /* Of queries, keys, values and gates. */
 static inline int64_t qkv_columns(const decoder_shape *shape, const attention_shape *heads) {
-    return (heads->num_heads * (shape->has_gates ? 2 : 1) + 2 * heads->num_kv_heads) * heads->head_dim;
+    return (heads->num_heads * (shape->gates != GATES_NONE ? 2 : 1) + 2 * heads->num_kv_heads) * heads->head_dim;
+}
+
+/* Of what the heads of all ranks give, which have equally many each. */
+static inline int64_t attended_columns(const decoder_shape *shape, const attention_shape *heads) {
+    return shape->all_heads / shape->num_heads * heads->num_heads * heads->head_dim;
 }
 
 #endif

@@ -190,7 +190,7 @@ class Decoder:
             if config.is_parallel:
                 # Before anything is added to the hidden state.
                 self._normed(hidden, None, layer.mlp_norm, normed)
-            if config.attention.clip is not None:
+            if config.attention.clip is not None and not config.attention.clips_normed:
                 qkv.clamp_(-config.attention.clip, config.attention.clip)
             self._rotate(qkv, layer, layer_pool, num_tokens)
             query = qkv[:, : config.num_heads * config.head_dim]
@@ -296,6 +296,8 @@ class Decoder:
             for part, norm in zip(torch.split(qkv[:, : sum(widths)], list(widths), dim=1), norms, strict=True):
                 assert norm is not None
                 add_rms_norm(part, None, norm, part, eps=config.norm.eps)
+        if config.attention.clip is not None and config.attention.clips_normed:
+            qkv.clamp_(-config.attention.clip, config.attention.clip)
         rotate_and_store(
             qkv,
             space.positions[:num_tokens],

@@ -291,7 +291,7 @@ class _Fusing:
     def _attended(self, index: int, down: Tensor) -> Tensor:
         """Of the projection behind attention; values are as wide there as keys."""
         attention = self._config.attention_of(index)
-        own = self._part.attended(attention.head_dim)
+        own = self._part.attended(attention.num_heads, attention.head_dim)
         if attention.stored_value_dim != attention.head_dim:
             down = with_zeros(down.t(), attention).t()
         return self._here(down, own[self._part.place.tensor_rank])

@@ -6,6 +6,7 @@ import msgspec
 
 QkNorm: TypeAlias = Literal["none", "head", "all", "plain", "layer"]
 Gates: TypeAlias = Literal["none", "apart", "by_head", "of_heads"]
+GateKind: TypeAlias = Literal["sigmoid", "softplus"]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +63,9 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     head, without weights, in layers with a rope; "layer" is a layer norm by head, each with weights of its own, or, with
     ``shares_head_norms``, of one weight and one bias. It
     does so before they are rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of
-    a compressed row. ``clip`` (None: none) bounds queries, keys and values on both sides, before all else. ``gates``
-    multiply what heads give, each channel by the sigmoid of its own: stored "apart", as the fourth of
+    a compressed row. ``clip`` (None: none) bounds queries, keys and values on both sides, before all else; with
+    ``clips_normed``, behind norms. ``gates``
+    multiply what heads give, each channel by the sigmoid, or what ``gate_kind`` says, of its own: stored "apart", as the fourth of
     ``TensorNames.qkv``, or "by_head", each head's behind its queries; "of_heads" are stored apart, one for a
     whole head. ``alibi`` adds to scores (None: nothing does).
     With ``norms_values``, values are normalised by head, without weights. With ``values_are_keys``, they are what the
@@ -86,7 +88,9 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     output_bias: bool = False
     latent: LatentConfig | None = None
     clip: float | None = None
+    clips_normed: bool = False
     gates: Gates = "none"
+    gate_kind: GateKind = "sigmoid"
     alibi: AlibiConfig | None = None
     norms_values: bool = False
     values_are_keys: bool = False

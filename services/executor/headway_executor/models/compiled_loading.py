@@ -27,6 +27,7 @@ from headway_executor.rank_place import ALONE
 from headway_kernels.cpu.decoder import (
     Decoder,
     DecoderShape,
+    GateKind,
     NormKind,
     OwnColumns,
     StageMates,
@@ -37,6 +38,8 @@ from headway_kernels.cpu.library import (
     CpuLibrary,
     Team,
 )
+
+GATES = {"sigmoid": GateKind.SIGMOID, "softplus": GateKind.SOFTPLUS}
 
 
 def load_compiled(
@@ -132,7 +135,9 @@ def _shape_of(
         norms_all_heads=attention.qk_norm == "all",
         norms_rotated=attention.norms_rotated,
         norms_values=attention.norms_values,
-        has_gates=attention.gates != "none",
+        gates=GateKind.NONE if attention.gates == "none" else GATES[attention.gate_kind],
+        head_norm_kind=NormKind.LAYER if attention.qk_norm == "layer" else NormKind.RMS,
+        clips_normed=attention.clips_normed,
         score_softcap=attention.softcap or 0.0,
         qkv_clip=attention.clip or 0.0,
         residual_factor=scalings.residual,
@@ -166,7 +171,7 @@ def _mates_of(stage: Stage | None, config: ModelConfig, library: CpuLibrary) -> 
     if stage is None or stage.group is None:
         return None
     part = stage.part
-    attended = part.attended(library.padded_head_dim(config.head_dim))
+    attended = part.attended(config.num_heads, library.padded_head_dim(config.head_dim))
     feed = config.experts
     pairs = part.of_expert(0 if feed is None else feed.intermediate_size)
     of_shared = part.of_expert(0 if feed is None or feed.experts is None else feed.experts.shared_size)

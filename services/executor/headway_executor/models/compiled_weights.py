@@ -115,6 +115,7 @@ class WeightLoader:
         """Return all weights of a layer."""
         tensors, layer = self._tensors, self._config.layers[index]
         qk_norm, sinks, factor = tensors.qk_norm(index), tensors.sinks(index), tensors.layer_factor(index)
+        qk_norm_bias = tensors.qk_norm_bias(index) if layer.attends else None
         rotary = self._config.rotary(index)
         qkv, output = self._attention(index) if layer.attends else (None, None)
         norms = [None if norm is None else _norm(norm) for norm in tensors.norms_of_layer(index)]
@@ -129,6 +130,7 @@ class WeightLoader:
             mlp_norm=mlp_norm,
             mlp_post_norm=mlp_post_norm,
             qk_norm=None if qk_norm is None else _float32(qk_norm),
+            qk_norm_bias=None if qk_norm_bias is None else _float32(qk_norm_bias),
             rotations=None if rotary is None else self._rotations[rotary],
             query_factors=None if layer.query_growth is None else self._growth(layer.query_growth),
             window=layer.window,
@@ -163,8 +165,11 @@ class WeightLoader:
         place, attention = self._places[index], self._config.attention_of(index)
         if place is None:
             return None
-        count = len(self._part.kv_heads_of(attention.num_kv_heads))
-        return LayerHeads(count, attention.head_dim, *place, self._config.layers[index].keys_of is not None)
+        counts = (
+            len(self._part.heads_of(attention.num_heads)),
+            len(self._part.kv_heads_of(attention.num_kv_heads)),
+        )
+        return LayerHeads(*counts, attention.head_dim, *place, self._config.layers[index].keys_of is not None)
 
     def _attention(self, index: int) -> tuple[PackedLinear | PackedLatent, PackedLinear]:
         latent = self._tensors.latent(index)

@@ -149,7 +149,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``query_growth`` None: queries stay as they are. With a ``chunk``, a query sees no more than its own chunk of so many
     positions; no backend has such masks, so no context is longer. Beside attention, or in its place, there may be a
     ``recurrence``. A layer may have neither, or no feed-forward. ``attention`` None: the model's; another may differ from that
-    in ``num_kv_heads``, ``head_dim``, ``rotary_dim``, ``values_are_keys`` and ``has_sinks``. With ``keys_of``, the layer has queries alone,
+    in ``num_heads``, ``num_kv_heads``, ``head_dim``, ``rotary_dim``, ``values_are_keys`` and ``has_sinks``. With ``keys_of``, the layer has queries alone,
     and reads the keys and values of that layer before it, which has attention of the same sizes.
     """
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from headway_executor.models.alibi import ScoreBiases
 from headway_executor.models.attention import AttentionPlan, AttentionShape
-from headway_executor.models.attention_config import Rotary
+from headway_executor.models.attention_config import GateKind, Rotary
 from headway_executor.models.config import Activation
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.recurrence import Recurrence, RowStates, StateSpan
@@ -196,17 +196,21 @@ class Attention:
     sinks: Tensor | None
     growth: Tensor | None
     num_gates: int
+    gate_kind: GateKind
     clip: float | None
+    clips_normed: bool
 
     def __call__(self, inputs: Tensor, rotations: Rotations, plan: StepPlan) -> Tensor:
         """``[tokens, hidden] -> [tokens, hidden]``; ``rotations`` ``[tokens, 1, head_dim // 2]``."""
         made = self.qkv(inputs)
         qkv, gates = torch.split(made, [made.shape[1] - self.num_gates, self.num_gates], 1)
-        if self.clip is not None:
+        if self.clip is not None and not self.clips_normed:
             qkv.clamp_(-self.clip, self.clip)
         heads = qkv[:, : self.num_normed * self.shape.head_dim].view(-1, self.num_normed, self.shape.head_dim)
         if self.qk_norm is not None and not self.norms_rotated:
             heads.copy_(self.qk_norm(heads))
+        if self.clip is not None and self.clips_normed:
+            qkv.clamp_(-self.clip, self.clip)
         if self.rope is not None:
             rotate_(heads[:, : self.num_rotated], rotations[self.rope])
         if self.qk_norm is not None and self.norms_rotated:
@@ -214,7 +218,9 @@ class Attention:
         attended = plan.attention.attend(
             self.shape, self.place, self.window, qkv, self.sinks, self.growth, is_reading=self.is_reading
         )
-        return self.output(attended.mul_(gates.sigmoid_()) if self.num_gates else attended)
+        if self.num_gates:
+            attended.mul_(gates.sigmoid_() if self.gate_kind == "sigmoid" else functional.softplus(gates))
+        return self.output(attended)
 
 
 @dataclass(frozen=True, slots=True)

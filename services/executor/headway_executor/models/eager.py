@@ -261,19 +261,20 @@ class _Loader:
         config, tensors = self._config, self.tensors
         sinks, latent = tensors.sinks(index), tensors.latent(index)
         layer, attention = config.layers[index], config.attention_of(index)
-        num_kv_heads, is_reading, kv_place = (
+        num_heads, num_kv_heads, is_reading, kv_place = (
+            len(self.part.heads_of(attention.num_heads)),
             len(self.part.kv_heads_of(attention.num_kv_heads)),
             layer.keys_of is not None,
             self._places[place],
         )
         assert kv_place is not None
-        num_rotated = len(self.part.heads) + (0 if is_reading else num_kv_heads)
+        num_rotated = num_heads + (0 if is_reading else num_kv_heads)
         has_values = attention.norms_values and not is_reading
         growth = layer.query_growth
         output = tensors.wide_output(index) if latent is None else (latent.output(), None)
         return Attention(
             shape=AttentionShape(
-                len(self.part.heads),
+                num_heads,
                 num_kv_heads,
                 attention.head_dim,
                 attention.scale,
@@ -292,12 +293,15 @@ class _Loader:
             rope=config.rotary(index),
             growth=None if growth is None else self._growth(growth),
             output=self._back(
-                self._adapted(self._linear(*output), place, AdapterSite.OUTPUT), self.part.attended(attention.head_dim)
+                self._adapted(self._linear(*output), place, AdapterSite.OUTPUT),
+                self.part.attended(attention.num_heads, attention.head_dim),
             ),
             window=layer.window,
             sinks=None if sinks is None else self._wide(sinks),
             clip=attention.clip,
-            num_gates=0 if attention.gates == "none" else len(self.part.heads) * attention.head_dim,
+            clips_normed=attention.clips_normed,
+            num_gates=0 if attention.gates == "none" else num_heads * attention.head_dim,
+            gate_kind=attention.gate_kind,
         )
 
     def _recurrent(self, place: int, index: int, recurrence: RecurrenceConfig) -> Recurrent:

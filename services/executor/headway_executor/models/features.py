@@ -39,6 +39,7 @@ class Feature(StrEnum):
     RECURRENCE = "layers with a state instead of attention"
     GATES = "gates behind attention"
     CLIP = "bounds of queries, keys and values"
+    SOFTPLUS_GATES = "gates by softplus"
     CURVE = "activations with numbers of their own"
     POSITIONS = "a table of positions"
     ALIBI = "scores that fall with distance (ALiBi)"
@@ -100,6 +101,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.LATENT: attention.latent is not None,
         Feature.SINKS: names.sinks is not None,
         Feature.GATES: attention.gates != "none",
+        Feature.SOFTPLUS_GATES: attention.gates != "none" and attention.gate_kind == "softplus",
         Feature.CLIP: attention.clip is not None,
         Feature.CURVE: any(feed.activation == "xielu" for feed in feeds),
         Feature.POSITIONS: names.positions is not None or config.has_sinusoids,

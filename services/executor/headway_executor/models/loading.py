@@ -161,7 +161,7 @@ class ModelTensors:
     def output(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[own_hidden, all heads * value_dim]``, and bias."""
         attention = self._config.attention_of(index)
-        heads = _channels(attention.stored_value_dim, self._part.heads)
+        heads = _channels(attention.stored_value_dim, self._part.heads_of(attention.num_heads))
         weight, bias = self._back(index, self._names.output, heads, has_bias=attention.output_bias)
         return times(weight, self._config.multipliers.output), bias
 
@@ -211,8 +211,9 @@ class ModelTensors:
 
     def sinks(self, index: int) -> Tensor | None:
         """``[heads]``, or None."""
-        name = self._names.sinks if self._config.attention_of(index).has_sinks else None
-        return None if name is None else self._read(index, name, self._part.heads)
+        attention = self._config.attention_of(index)
+        name = self._names.sinks if attention.has_sinks else None
+        return None if name is None else self._read(index, name, self._part.heads_of(attention.num_heads))
 
     def experts(self, index: int) -> ExpertTensors:
         """Of a layer that has experts."""
@@ -228,7 +229,8 @@ class ModelTensors:
         """``[heads + kv_heads, head_dim]``: queries, then keys, then values if they are normalised; or None."""
         attention, layer = self._config.attention_of(index), self._config.layers[index]
         kind, kv_heads = attention.qk_norm, self._part.kv_heads_of(attention.num_kv_heads)
-        names, heads = (self._names.query_norm, self._names.key_norm), (self._part.heads, kv_heads)
+        names = self._names.query_norm, self._names.key_norm
+        heads = self._part.heads_of(attention.num_heads), kv_heads
         count = 1 if layer.keys_of is not None else 2
         if kind == "none" or not layer.attends or (kind == "plain" and layer.rope is None):
             return None
@@ -311,7 +313,8 @@ class ModelTensors:
 
     def _qkv(self, index: int, kind: str) -> list[Tensor]:
         attention, modules = self._config.attention_of(index), qkv_names(self._config, index)
-        heads = _channels(attention.head_dim, self._part.heads)
+        own_heads = self._part.heads_of(attention.num_heads)
+        heads = _channels(attention.head_dim, own_heads)
         own_kv_heads = self._part.kv_heads_of(attention.num_kv_heads)
         kv_heads, of_values = (_channels(dim, own_kv_heads) for dim in (attention.head_dim, attention.stored_value_dim))
         apart: list[Tensor] = []
@@ -332,7 +335,7 @@ class ModelTensors:
         else:
             gates = self._config.attention.gates
             of_queries = range(2 * heads.start, 2 * heads.stop) if gates == "by_head" else heads
-            of_gates = {"apart": [heads], "of_heads": [self._part.heads]}
+            of_gates = {"apart": [heads], "of_heads": [own_heads]}
             owns_all = (of_queries, kv_heads, of_values, *of_gates.get(gates, []))
             queries, keys, values, *apart = self._parts(
                 index, self._names.qkv, kind, qkv_widths(self._config, index), owns_all

@@ -26,12 +26,19 @@ class ModelPart:
     layers: range
     heads: range
     kv_heads: range
-    all_heads: tuple[range, ...]
     hidden: tuple[range, ...]
     vocab: tuple[range, ...]
     unit: int
     head_unit: int
     is_fast: bool
+
+    def heads_of(self, count: int) -> range:
+        """This rank's heads of a layer that has ``count`` of them."""
+        return self._heads_of(count, self.place.tensor_rank)
+
+    def _heads_of(self, count: int, rank: int) -> range:
+        degree = self.place.tensor_parallel
+        return range(rank * count // degree, (rank + 1) * count // degree)
 
     def kv_heads_of(self, count: int) -> range:
         """This rank's key-value heads of a layer that has ``count`` of them."""
@@ -65,9 +72,10 @@ class ModelPart:
         own = self.of_expert(size)[self.place.tensor_rank]
         return range(min(own.start, size), min(own.stop, size))
 
-    def attended(self, head_dim: int) -> tuple[range, ...]:
-        """Each rank's columns of the attended values."""
-        return tuple(range(heads.start * head_dim, heads.stop * head_dim) for heads in self.all_heads)
+    def attended(self, num_heads: int, head_dim: int) -> tuple[range, ...]:
+        """Each rank's columns of the attended values of so many heads."""
+        by_rank = (self._heads_of(num_heads, rank) for rank in range(self.place.tensor_parallel))
+        return tuple(range(heads.start * head_dim, heads.stop * head_dim) for heads in by_rank)
 
     @property
     def is_whole_stage(self) -> bool:
@@ -85,14 +93,12 @@ def part_of(
     """
     _check(config, place)
     degree = place.tensor_parallel
-    all_heads = _cut(config.num_heads, degree, 1)
     first_kv = place.tensor_rank * config.num_kv_heads // degree
     return ModelPart(
         place=place,
         layers=place.layers(config.num_layers),
-        heads=all_heads[place.tensor_rank],
+        heads=_cut(config.num_heads, degree, 1)[place.tensor_rank],
         kv_heads=range(first_kv, first_kv + max(1, config.num_kv_heads // degree)),
-        all_heads=all_heads,
         hidden=_cut(config.hidden_size, degree, unit),
         vocab=_cut(config.vocab_size, degree, unit),
         unit=unit,
@@ -114,7 +120,8 @@ def _cut(total: int, parts: int, unit: int) -> tuple[range, ...]:
 
 
 def _check(config: ModelConfig, place: RankPlace) -> None:
-    degree, heads = place.tensor_parallel, config.num_heads
+    degree = place.tensor_parallel
+    all_heads = sorted({attention.num_heads for attention in config.attentions}, reverse=True)
     all_kv_heads = sorted({attention.num_kv_heads for attention in config.attentions}, reverse=True)
     if degree > 1 and config.attention.qk_norm == "all":
         raise BackendConfigError(
@@ -124,10 +131,14 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
         raise BackendConfigError(
             f"tensor_parallel {degree} is not allowed; the model has layers with a state instead of attention, so allowed: 1"
         )
-    allowed = [n for n in range(1, heads + 1) if not heads % n and not any(kv % n and n % kv for kv in all_kv_heads)]
+    allowed = [
+        n
+        for n in range(1, all_heads[-1] + 1)
+        if not any(heads % n for heads in all_heads) and not any(kv % n and n % kv for kv in all_kv_heads)
+    ]
     if degree not in allowed:
         raise BackendConfigError(
-            f"tensor_parallel {degree} is not allowed; the model has {heads} heads and {' or '.join(map(str, all_kv_heads))} key-value heads, which "
+            f"tensor_parallel {degree} is not allowed; the model has {' or '.join(map(str, all_heads))} heads and {' or '.join(map(str, all_kv_heads))} key-value heads, which "
             f"go into equal parts, so allowed: {', '.join(map(str, allowed))}"
         )
     if place.pipeline_parallel > 1 and any(layer.keys_of is not None for layer in config.layers):

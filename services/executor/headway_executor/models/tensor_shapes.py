@@ -103,10 +103,10 @@ def _attention_tensors(config: ModelConfig, index: int) -> _Shapes:
         yield names.sinks, (attention.num_heads,)
     by_head = attention.qk_norm == "head"
     if attention.qk_norm == "layer":
-        yield from head_norm_tensors(attention, names.query_norm, config.num_heads)
+        yield from head_norm_tensors(attention, names.query_norm, attention.num_heads)
         yield from head_norm_tensors(attention, names.key_norm, attention.num_kv_heads)
     elif attention.qk_norm in ("head", "all"):
-        counts = ((names.query_norm, config.num_heads), (names.key_norm, attention.num_kv_heads))
+        counts = ((names.query_norm, attention.num_heads), (names.key_norm, attention.num_kv_heads))
         for name, count in counts[: 1 if config.layers[index].keys_of is not None else 2]:
             yield f"{name}.weight", (attention.head_dim if by_head else count * attention.head_dim,)
 
@@ -160,7 +160,7 @@ def qkv_widths(config: ModelConfig, index: int) -> tuple[int, ...]:
     """Rows of each tensor: of queries, keys and values, and of gates that are stored apart."""
     attention = config.attention_of(index)
     queries, keys, values, gates = (
-        config.num_heads * attention.head_dim,
+        attention.num_heads * attention.head_dim,
         attention.num_kv_heads * attention.head_dim,
         attention.num_kv_heads * attention.stored_value_dim,
         attention.gates,
@@ -169,7 +169,7 @@ def qkv_widths(config: ModelConfig, index: int) -> tuple[int, ...]:
         return (queries, keys)[: len(qkv_names(config, index))]
     if gates == "by_head":
         return 2 * queries, keys, values
-    of_gates = {"apart": (queries,), "of_heads": (config.num_heads,)}
+    of_gates = {"apart": (queries,), "of_heads": (attention.num_heads,)}
     return queries, keys, values, *of_gates.get(gates, ())
 
 

@@ -93,13 +93,13 @@ def read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
 def read_olmoe(fields: ConfigFields) -> ModelConfig:
     """``OlmoeForCausalLM``."""
     refuse_partial_rotation(fields)
-    refuse_unless(fields, "clip_qkv", None)
     routing = read_routing(fields, ("num_experts", 64), chosen=8, is_normalised=_normalises(fields))
     has_bias = fields.flag("attention_bias", default=False)
+    attention = read_attention(fields, qkv_bias=has_bias, output_bias=has_bias, qk_norm="all")
     return read_model(
         fields,
         default_context=4096,
-        attention=read_attention(fields, qkv_bias=has_bias, output_bias=has_bias, qk_norm="all"),
+        attention=msgspec.structs.replace(attention, clip=fields.optional_number("clip_qkv"), clips_normed=True),
         feed_forward=msgspec.structs.replace(read_feed_forward(fields), experts=ExpertsConfig(routing=routing)),
         norm=read_rms_norm(fields, eps=1e-5),
     )
