@@ -65,6 +65,7 @@ FUSED = {
     "afmoe": ("gate_proj", "k_proj", "o_proj"),
     "gemma4-keys": ("q_proj", "k_proj", "o_proj", "down_proj"),
     "gemma4-shared": ("q_proj", "v_proj", "o_proj", "gate_proj"),
+    "laguna": ("q_proj", "g_proj", "o_proj"),
     "mimo_v2": ("q_proj", "v_proj", "o_proj"),
     "lfm3": ("q_proj", "g_proj", "o_proj", "in_proj", "w1", "w2"),
     "mamba2": ("in_proj", "out_proj"),

@@ -214,7 +214,7 @@ def test_rows_that_ranks_share_have_room_for_the_widest_layer(tmp_path, monkeypa
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", ["mimo_v2"])
+@pytest.mark.parametrize("family", ["mimo_v2", "laguna"])
 def test_layers_that_differ_in_their_heads_in_a_group(family, tmp_path):
     """Of whole layers on the kernels, with the bits of one rank; of parts of them on torch operators, with its tokens."""
     make_checkpoint(tmp_path, family)

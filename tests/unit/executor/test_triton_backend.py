@@ -93,6 +93,8 @@ REFUSED = dict.fromkeys(STATES, _STATE) | {
     "gemma4-experts": _UNEVEN.replace(", layers", ", experts with norms of their own, layers"),
     "gemma4-shared": _UNEVEN.replace(", layers", ", inputs of each layer's own, layers"),
     **dict.fromkeys(("cohere-norms", "persimmon", "stablelm-norms"), "layer norms of heads"),
+    "laguna": "gates by softplus, layers that differ in their heads, or share keys and values",
+    "laguna-channels": "gates by softplus",
     "mimo_v2": "layers that differ in their heads, or share keys and values, values with fewer channels than keys",
     "llama4": "experts whose inputs are weighed",
     "opt-350m": "norms of sums",

@@ -50,6 +50,7 @@ from headway_executor.models.families.granite import read_granite, read_granite_
 from headway_executor.models.families.granite_hybrid import read_granite_hybrid
 from headway_executor.models.families.granite_swa import read_granite_moe_swa, read_granite_swa
 from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe, read_hunyuan_v3
+from headway_executor.models.families.laguna import read_laguna
 from headway_executor.models.families.lfm2 import read_lfm2, read_lfm2_moe, read_lfm3
 from headway_executor.models.families.llama import (
     read_arcee,
@@ -148,6 +149,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "IQuestCoderForCausalLM": read_iquest_coder,
     "InternLM3ForCausalLM": read_internlm3,
     "Jais2ForCausalLM": read_jais2,
+    "LagunaForCausalLM": read_laguna,
     "Lfm2ForCausalLM": read_lfm2,
     "Lfm2MoeForCausalLM": read_lfm2_moe,
     "Lfm3ForCausalLM": read_lfm3,
@@ -218,6 +220,7 @@ _KNOWN_CODE = frozenset(
         "modeling_minicpm.MiniCPM3ForCausalLM",
         "modeling_kimi_k25.KimiK25ForConditionalGeneration",
         "modeling_mimo_v2_flash.MiMoV2FlashForCausalLM",
+        "modeling_laguna.LagunaForCausalLM",
         "modeling_internvl_chat.InternVLChatModel",
         "modeling_minimax_m2.MiniMaxM2ForCausalLM",
         "modeling_nemotron_h.NemotronHForCausalLM",
