@@ -667,6 +667,8 @@ _LFM3: dict[str, object] = {
     },
 }
 
+_MAMBA1: dict[str, object] = {"state_size": 6, "num_attention_heads": 1, "num_key_value_heads": 1}
+
 _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], tie_word_embeddings=True),
     "lfm2-bias": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], conv_bias=True, conv_L_cache=4),
@@ -703,6 +705,8 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
         num_attention_heads=1,
         num_key_value_heads=1,
     ),
+    "mamba": _named("Mamba", time_step_rank=5, use_bias=True, **_MAMBA1),
+    "falcon_mamba": _named("FalconMamba", mixer_rms_eps=1e-3, tie_word_embeddings=True, **_MAMBA1),
     "nemotron_h": _named("NemotronH", **_NEMOTRON_H),
     "granitehybrid-experts": _named("GraniteMoeHybrid", num_local_experts=6, num_experts_per_tok=2, **_MAMBA),
 }

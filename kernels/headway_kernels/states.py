@@ -13,17 +13,20 @@ class HeadNumbers(NamedTuple):
     """Of each head: ``decay`` (below 0) times a step gives the logarithm of what stays, ``step_bias`` is added to steps, and
     ``skip`` times a value to the result, or None; all ``[heads]``. ``norm`` ``[norms, norm_dim]``: of heads, or of all channels;
     or None.
+
+    Where each channel has a step, there are ``decay`` ``[key_dim, channels]`` and others ``[channels]``, and ``selection_norm``
+    ``[step_rank + 2 * key_dim]``, or None.
     """
 
     decay: Tensor
     step_bias: Tensor
     skip: Tensor | None
     norm: Tensor | None
+    selection_norm: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "HeadNumbers":
         """The same, each tensor changed."""
-        skip, norm = (None if part is None else change(part) for part in (self.skip, self.norm))
-        return HeadNumbers(change(self.decay), change(self.step_bias), skip, norm)
+        return HeadNumbers(*(None if part is None else change(part) for part in self))  # type: ignore[arg-type]
 
 
 class Convolution(NamedTuple):

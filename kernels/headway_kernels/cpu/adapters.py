@@ -33,12 +33,14 @@ class Site(IntEnum):
     COMPRESS = 0
     EXPAND = 1
     STATE_INPUTS = 2
-    QKV = 3
-    OUTPUT = 4
-    STATE_OUTPUT = 5
-    GATE_UP = 6
-    DOWN = 7
-    ROUTER = 8
+    STATE_SELECTION = 3
+    STATE_STEPS = 4
+    QKV = 5
+    OUTPUT = 6
+    STATE_OUTPUT = 7
+    GATE_UP = 8
+    DOWN = 9
+    ROUTER = 10
 
 
 def expert_gate_up(number: int) -> int:

@@ -509,6 +509,8 @@ def _layer_struct(library: CpuLibrary, layer: LayerWeights, heads: LayerHeads) -
         qkv=layer.qkv.handle if isinstance(layer.qkv, PackedLinear) else None,
         output=None if layer.output is None else layer.output.handle,
         state_inputs=None if state is None else state.inputs.handle,
+        state_selection=None if state is None or state.selection is None else state.selection.handle,
+        state_steps=None if state is None or state.steps is None else state.steps.handle,
         state_output=None if state is None else state.output.handle,
         gate_up=None if dense is None else dense.gate_up.handle,
         down=None if dense is None else dense.down.handle,

@@ -233,9 +233,14 @@ class PackedLinear:
         if hasattr(self, "handle"):
             self._library.functions.headway_linear_free(self.handle)
 
+    @property
+    def padded_outputs(self) -> int:
+        """As many as a product writes: whole panels."""
+        return rounded(self.outputs, self._library.panel)
+
     def new_outputs(self, rows: int) -> Tensor:
         """Memory for the outputs of some rows: float32, ``[rows, outputs]``, rounded up to whole panels."""
-        return torch.zeros(rows, rounded(self.outputs, self._library.panel))
+        return torch.zeros(rows, self.padded_outputs)
 
     def __call__(
         self,

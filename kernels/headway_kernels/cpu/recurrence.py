@@ -22,6 +22,7 @@ class StateKind(IntEnum):
     GATED_CONVOLUTION = 0
     DELTA = 1
     SELECTIVE = 2
+    SCANNED = 3
 
 
 class StateSizes(NamedTuple):
@@ -37,11 +38,15 @@ class StateSizes(NamedTuple):
     keys_take_turns: bool = False
     gates_behind: bool = False
     doubles_strengths: bool = False
+    step_rank: int = 0
 
 
 class _RecurrenceStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in StateSizes._fields),
+        ("selected_at", ctypes.c_int64),
+        ("steps_at", ctypes.c_int64),
+        ("selection_norm", ctypes.c_void_p),
         ("taps_of", ctypes.c_void_p),
         ("taps_bias", ctypes.c_void_p),
         ("decay", ctypes.c_void_p),
@@ -56,7 +61,8 @@ class _RecurrenceStruct(ctypes.Structure):
 
 class PackedRecurrence:
     """One layer's. ``inputs`` gives a token's inputs, ``output`` takes results. ``taps`` ``[taps, channels]``, oldest first, and ``taps_bias``
-    ``[channels]`` or None: float32, contiguous. ``numbers``: the same; None for a convolution alone.
+    ``[channels]`` or None: float32, contiguous. ``numbers``: the same; None for a convolution alone. ``selection`` and ``steps``
+    are products of a state whose channels have steps.
     """
 
     def __init__(
@@ -68,15 +74,25 @@ class PackedRecurrence:
         taps_bias: Tensor | None,
         numbers: HeadNumbers | None,
         norm_eps: float,
+        selection: PackedLinear | None = None,
+        steps: PackedLinear | None = None,
     ) -> None:
         assert sizes.taps <= MOST_TAPS
         self.inner = sizes.num_heads * sizes.value_dim
-        self.inputs, self.output = inputs, output
+        self.inputs, self.output, self.selection, self.steps = inputs, output, selection, steps
         self._kept = (taps, taps_bias, numbers)
         self._states: tuple[Tensor, Tensor] | None = None
         of_heads = {} if numbers is None else {name: address(part) for name, part in numbers._asdict().items()}
+        # A product writes whole panels.
+        selected_at = inputs.padded_outputs
         self.struct = _RecurrenceStruct(
-            **sizes._asdict(), taps_of=taps.data_ptr(), taps_bias=address(taps_bias), norm_eps=norm_eps, **of_heads
+            **sizes._asdict(),
+            selected_at=selected_at,
+            steps_at=selected_at + (0 if selection is None else selection.padded_outputs),
+            taps_of=taps.data_ptr(),
+            taps_bias=address(taps_bias),
+            norm_eps=norm_eps,
+            **of_heads,
         )
 
     @property

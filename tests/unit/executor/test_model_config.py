@@ -47,6 +47,8 @@ NAME_THETA = {
     "lfm3-plain",
     "nemotron_h",
     "mamba2",
+    "mamba",
+    "falcon_mamba",
 }
 """Their files have to, or they have no positions."""
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}

@@ -153,7 +153,7 @@ def test_ranks_share_no_layer_with_a_state(model):
 
 @needs_kernels
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
-@pytest.mark.parametrize("name", ["lfm2", "granitehybrid", "nemotron_h", "falcon_h1", "mamba2"])
+@pytest.mark.parametrize("name", ["lfm2", "granitehybrid", "nemotron_h", "falcon_h1", "mamba2", "falcon_mamba"])
 def test_stages_have_the_states_of_their_own_layers(tmp_path, name, kernels):
     """The second of three stages has no state, the others no attention, or only some."""
     make_checkpoint(tmp_path, name)
@@ -215,6 +215,9 @@ def test_tokens_together_are_tokens_one_by_one(length, has_strengths):
         ("mamba2", "num_heads", 6),
         ("mamba2", "hidden_act", "gelu"),
         ("mamba2", "n_groups", 3),
+        ("mamba", "hidden_act", "gelu"),
+        ("mamba", "time_step_rank", 0),
+        ("falcon_mamba", "conv_kernel", 1),
         ("nemotron_h", "layers_block_type", ["mlp", "conv"]),
         ("nemotron_h", "moe_latent_size", -16),
         ("nemotron_h", "mlp_bias", True),

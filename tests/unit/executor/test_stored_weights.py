@@ -79,6 +79,11 @@ _STATES = {
         "attention_out_multiplier": 0.8,
         "key_multiplier": 0.3,
     },
+    "mamba": {
+        "architectures": ["MambaForCausalLM"],
+        "state_size": 32,
+        "time_step_rank": 64,
+    },
     "nemotron-h": {
         "architectures": ["NemotronHForCausalLM"],
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],

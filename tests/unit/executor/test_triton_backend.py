@@ -87,7 +87,10 @@ USUAL = (
 _STATE = "layers with a state instead of attention"
 _UNEVEN = "a factor behind each layer, layers that differ in their heads, or share keys and values, norms of values"
 REFUSED = dict.fromkeys(STATES, _STATE) | {
-    **dict.fromkeys(("nemotron_h", "mamba2"), f"{_STATE}, layers without attention or without a feed-forward"),
+    **dict.fromkeys(
+        ("nemotron_h", "mamba2", "mamba", "falcon_mamba"),
+        f"{_STATE}, layers without attention or without a feed-forward",
+    ),
     "gemma4": _UNEVEN,
     "gemma4-keys": _UNEVEN,
     "gemma4-experts": _UNEVEN.replace(", layers", ", experts with norms of their own, layers"),

@@ -8,8 +8,8 @@
 
 /* Four products of two phases, placing, attending, two norms, activating, adding twice; experts instead of two
  * products, three products instead of one; two products, three phases of a state and adding beside attention; two
- * products, a gate and adding of a layer's own inputs. */
-#define PHASES_PER_LAYER (30 + EXPERT_PHASES)
+ * products and a norm within a state; two products, a gate and adding of a layer's own inputs. */
+#define PHASES_PER_LAYER (35 + EXPERT_PHASES)
 #define OTHER_PHASES 9 /* embedding, inputs of layers, gathering, a norm, the head's product, scaling logits */
 #define MEETINGS_PER_LAYER 6
 #define OTHER_MEETINGS 4 /* start, embedding, after moving rows, logits */
@@ -372,6 +372,29 @@ static void run_latent(member *self, const pass *now, const latent_weights *late
     run_product(self, &expand, now->layer->output);
 }
 
+/* From a state's inputs to its results. */
+static void run_state(member *self, pass *now) {
+    const decoder *of = now->of;
+    const layer_weights *layer = now->layer;
+    const recurrence *state = layer->recurrence;
+    float *inputs = inputs_of_state(now);
+    run_convolution(self, now);
+    if (state->kind == SCANNED) {
+        const rms_norm no_norm = {NULL, 0.0f};
+        float *selected = inputs + state->selected_at;
+        product selection = product_of(&of->space.products, layer->state_selection, now->step->num_tokens, inputs,
+                                       of->strides.qkv, no_norm, STORE, selected, of->strides.qkv);
+        selection.adapters = adapters_of(now, SITE_STATE_SELECTION);
+        run_product(self, &selection, layer->state_steps);
+        if (state->selection_norm != NULL) normalise_selection(self, now);
+        product steps = product_of(&of->space.products, layer->state_steps, now->step->num_tokens, selected,
+                                   of->strides.qkv, no_norm, STORE, inputs + state->steps_at, of->strides.qkv);
+        steps.adapters = adapters_of(now, SITE_STATE_STEPS);
+        run_product(self, &steps, layer->state_output);
+    }
+    run_heads(self, now);
+}
+
 /* Queries, keys and values of all tokens; then attention. The input of a feed-forward beside attention is normalised
  * here, before anything is added to the hidden state. */
 static void run_attention(member *self, pass *now) {
@@ -394,7 +417,7 @@ static void run_attention(member *self, pass *now) {
     }
     if (of->shape.is_parallel) normalise_hidden(self, now, layer->mlp_norm, now->step->num_tokens);
     if (attends(layer)) run_attention_phases(self, now);
-    if (layer->recurrence != NULL) run_recurrence_phases(self, now);
+    if (layer->recurrence != NULL) run_state(self, now);
     if (now->num_attending > 0) meet(self, now, MEET_ATTENDED, now->step->num_tokens);
 }
 
@@ -478,7 +501,10 @@ static void need(decoder *of, const layer_weights *layer, const attention_shape 
     if (layer->recurrence != NULL) {
         const int64_t before = attends(layer) ? qkv_columns(shape, attention) : 0;
         const int64_t heads = attends(layer) ? attended_columns(shape, attention) : 0;
-        of->strides.qkv = larger_of(of->strides.qkv, before + round_up(layer->state_inputs->outputs, PANEL));
+        int64_t own = round_up(layer->state_inputs->outputs, PANEL);
+        if (layer->state_steps != NULL)
+            own = layer->recurrence->steps_at + round_up(layer->state_steps->outputs, PANEL);
+        of->strides.qkv = larger_of(of->strides.qkv, before + own);
         of->strides.attended = larger_of(of->strides.attended, round_up(heads + inner_of(layer->recurrence), PANEL));
     }
     if (layer->latent != NULL)

@@ -135,6 +135,8 @@ typedef struct {
     linear *qkv;
     linear *output;
     linear *state_inputs;
+    linear *state_selection; /* of SCANNED, as `state_steps`; else NULL */
+    linear *state_steps;
     linear *state_output;
     linear *gate_up;
     linear *down;
@@ -208,6 +210,8 @@ enum site {
     SITE_COMPRESS,
     SITE_EXPAND,
     SITE_STATE_INPUTS,
+    SITE_STATE_SELECTION,
+    SITE_STATE_STEPS,
     SITE_QKV,
     SITE_OUTPUT,
     SITE_STATE_OUTPUT,

@@ -133,6 +133,49 @@ void run_head(const recurrence *of, token_run tokens, int64_t head, float *out, 
     }
 }
 
+/* ---- channels ---- */
+
+void normalise_selected(const recurrence *of, float *inputs) {
+    const int64_t widths[] = {of->step_rank, of->key_dim, of->key_dim};
+    float *part = inputs + of->selected_at;
+    const float *weight = of->selection_norm;
+    for (int i = 0; i < 3; part += widths[i], weight += widths[i], i++)
+        normalise_row(NORM_RMS, (norm_weights){weight, NULL}, of->norm_eps, part, widths[i], part);
+}
+
+/* The channels of one register; `width` floats of them. */
+INLINE void scan_vector(const recurrence *of, token_run tokens, int64_t first, int64_t width, float *out,
+                        int64_t out_stride) {
+    const int64_t inner = inner_of(of);
+    float *state = of->heads + tokens.number * of->key_dim * inner + first;
+    const vec skip = load_some(of->skip + first, width);
+    for (int64_t t = 0; t < tokens.count; t++) {
+        const float *inputs = tokens.inputs + t * tokens.stride;
+        const float *key = inputs + of->selected_at + of->step_rank, *query = key + of->key_dim;
+        const vec value = load_some(inputs + first, width);
+        vec step = load_some(inputs + of->steps_at + first, width) + load_some(of->step_bias + first, width);
+        for (int64_t i = 0; i < width; i++) step[i] = soft_plus(step[i]);
+        const vec written = value * step;
+        const int is_new = tokens.begins && t == 0;
+        vec result = value * skip;
+        for (int64_t i = 0; i < of->key_dim; i++) {
+            const vec before = is_new ? (vec){0} : load_some(state + i * inner, width);
+            const vec kept = exponential(step * load_some(of->decay + i * inner + first, width));
+            const vec after = before * kept + key[i] * written;
+            store_some(state + i * inner, after, width);
+            result += query[i] * after;
+        }
+        store_some(out + t * out_stride + first, result, width);
+    }
+}
+
+void scan_channels(const recurrence *of, token_run tokens, int64_t first, int64_t count, float *out,
+                   int64_t out_stride) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) scan_vector(of, tokens, first + i, LANES, out, out_stride);
+    if (i < count) scan_vector(of, tokens, first + i, count - i, out, out_stride);
+}
+
 /* ---- gates ---- */
 
 static void multiply_by_silu(const float *gates, int64_t width, float *out) {

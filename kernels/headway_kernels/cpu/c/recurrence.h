@@ -7,20 +7,24 @@
  * of all values; then numbers of heads. GATED_CONVOLUTION (LFM2, Liquid AI 2025, arXiv 2511.23404) has values alone,
  * and gates before and behind the convolution. DELTA (Gated DeltaNet, Yang et al. 2024, arXiv 2412.06464) and SELECTIVE
  * (Mamba 2, Dao & Gu 2024, arXiv 2405.21060) keep a matrix for each head; see `recurrence.py` of the executor's models.
- * Tokens go one after the other, so a result has the same bits however they are cut into steps.
+ * SCANNED (Mamba, Gu & Dao 2023, arXiv 2312.00752) has values of one head, and gates; its values give, behind the
+ * convolution, `step_rank` numbers, a key and a query, and the numbers a step for each channel. Both lie behind all
+ * else of a token: `selected_at` and `steps_at`. Tokens go one after the other, so a result has the same bits however
+ * they are cut into steps.
  */
 #ifndef HEADWAY_RECURRENCE_H
 #define HEADWAY_RECURRENCE_H
 
 #include <stdint.h>
 
-enum recurrence_kind { GATED_CONVOLUTION = 0, DELTA = 1, SELECTIVE = 2 };
+enum recurrence_kind { GATED_CONVOLUTION = 0, DELTA = 1, SELECTIVE = 2, SCANNED = 3 };
 
 #define MOST_TAPS 8
 
 /* `taps_of` [taps, channels], oldest first; `taps_bias` [channels] or NULL. Of each head: `decay`, `step_bias`, and
- * `skip`, or NULL. `norm` [inner], over `norm_dim` each, or NULL. The states of rows: `past` [rows, taps - 1, channels]
- * inputs of the convolution, and `heads` [rows, num_heads, key_dim, value_dim]. */
+ * `skip`, or NULL; of SCANNED: `decay` [key_dim, channels], the others [channels], `selection_norm`
+ * [step_rank + 2 key_dim], or NULL. `norm` [inner], over `norm_dim` each, or NULL. The states of rows: `past` [rows,
+ * taps - 1, channels] inputs of the convolution, and `heads` [rows, num_heads, key_dim, value_dim]. */
 typedef struct {
     int64_t kind;
     int64_t taps;
@@ -32,6 +36,10 @@ typedef struct {
     int64_t keys_take_turns;   /* a key head serves every num_key_heads'th head, not heads that follow each other */
     int64_t gates_behind;      /* of SELECTIVE, whose gates else stand before the norm */
     int64_t doubles_strengths; /* of DELTA */
+    int64_t step_rank;         /* of SCANNED, as all that follow */
+    int64_t selected_at;
+    int64_t steps_at;
+    const float *selection_norm;
     const float *taps_of;
     const float *taps_bias;
     const float *decay;
@@ -60,6 +68,13 @@ void convolve(const recurrence *of, token_run tokens, int64_t first, int64_t cou
 
 /* One head, behind the convolution: `out` is its first value of the first token. */
 void run_head(const recurrence *of, token_run tokens, int64_t head, float *out, int64_t out_stride);
+
+/* Of SCANNED, behind the convolution: normalise what a token's values give. */
+void normalise_selected(const recurrence *of, float *inputs);
+
+/* Some channels of SCANNED, from `first` on, behind the product that gives steps; `out` is the first token's. */
+void scan_channels(const recurrence *of, token_run tokens, int64_t first, int64_t count, float *out,
+                   int64_t out_stride);
 
 /* The gates and the norm of one token; `out` [inner] has what heads gave, if there are any. */
 void gate_token(const recurrence *of, const float *inputs, float *out);

@@ -45,9 +45,31 @@ static void gate_task(void *work, int64_t token) {
     gate_token(now->layer->recurrence, inputs_of_state(now) + token * of->strides.qkv, results_of(now, token));
 }
 
-void run_recurrence_phases(member *self, pass *now) {
+static void selection_task(void *work, int64_t token) {
+    const pass *now = work;
+    normalise_selected(now->layer->recurrence, inputs_of_state(now) + token * now->of->strides.qkv);
+}
+
+static void scan_task(void *work, int64_t task) {
+    const pass *now = work;
     const recurrence *of = now->layer->recurrence;
-    team_phase(self, convolve_task, now, now->step->num_rows * parts_of(of));
-    if (of->kind != GATED_CONVOLUTION) team_phase(self, head_task, now, now->step->num_rows * of->num_heads);
+    const int64_t row = task / parts_of(of), first = task % parts_of(of) * CHANNELS_OF_TASK;
+    const int64_t rest = channels_of(of) - first;
+    scan_channels(of, tokens_of(now, row), first, rest < CHANNELS_OF_TASK ? rest : CHANNELS_OF_TASK,
+                  results_of(now, now->step->row_starts[row]), now->of->strides.attended);
+}
+
+void run_convolution(member *self, pass *now) {
+    team_phase(self, convolve_task, now, now->step->num_rows * parts_of(now->layer->recurrence));
+}
+
+void normalise_selection(member *self, pass *now) { team_phase(self, selection_task, now, now->step->num_tokens); }
+
+void run_heads(member *self, pass *now) {
+    const recurrence *of = now->layer->recurrence;
+    if (of->kind == SCANNED)
+        team_phase(self, scan_task, now, now->step->num_rows * parts_of(of));
+    else if (of->kind != GATED_CONVOLUTION)
+        team_phase(self, head_task, now, now->step->num_rows * of->num_heads);
     team_phase(self, gate_task, now, now->step->num_tokens);
 }

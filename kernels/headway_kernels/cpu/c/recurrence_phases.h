@@ -12,7 +12,10 @@
 float *inputs_of_state(const pass *now);
 float *results_of_state(const pass *now);
 
-/* From inputs to results, of all tokens. */
-void run_recurrence_phases(member *self, pass *now);
+/* The convolution of all tokens; then, if their values give keys and queries, the norms of these; then the rest, from
+ * there to results. */
+void run_convolution(member *self, pass *now);
+void normalise_selection(member *self, pass *now);
+void run_heads(member *self, pass *now);
 
 #endif

@@ -237,7 +237,7 @@ def _modules_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in expected_tensors(by_matrix(config)).items()
-        if len(shape) == 2 and name.startswith(prefixes)
+        if len(shape) == 2 and name.startswith(prefixes) and name.endswith(".weight")
     }
 
 

@@ -33,7 +33,7 @@ from headway_proto.wording import shown
 class AdapterSite(Enum):
     """A product of a layer to which an adapter may add.
 
-    A state has two of its own. Latent attention has four in place of ``QKV``: to queries, to what they are compressed to, to
+    A state has two of its own, and where each channel has a step, two more between them. Latent attention has four in place of ``QKV``: to queries, to what they are compressed to, to
     what keys and values are, and from there to them. A layer with experts has eight in place of ``GATE_UP`` and ``DOWN``. Of
     these, two are of all experts that tokens choose from, and two are before and behind those.
     """
@@ -41,6 +41,8 @@ class AdapterSite(Enum):
     QKV = auto()
     OUTPUT = auto()
     STATE_INPUTS = auto()
+    STATE_SELECTION = auto()
+    STATE_STEPS = auto()
     STATE_OUTPUT = auto()
     GATE_UP = auto()
     DOWN = auto()
@@ -213,10 +215,15 @@ class _Fusing:
 
     def _recurrence(self, index: int, config: RecurrenceConfig) -> dict[AdapterSite, LowRank | None]:
         names = config.names
+        selection, steps = ((name,) if name else () for name in (names.selection, names.steps))
         return {
             AdapterSite.STATE_INPUTS: self._low_rank(
                 index, names.inputs, lambda tensors: tensors.recurrence(index).inputs()[0]
             ),
+            AdapterSite.STATE_SELECTION: self._low_rank(
+                index, selection, lambda tensors: tensors.recurrence(index).selection()
+            ),
+            AdapterSite.STATE_STEPS: self._low_rank(index, steps, lambda tensors: tensors.recurrence(index).steps()),
             AdapterSite.STATE_OUTPUT: self._low_rank(
                 index, (names.output,), lambda tensors: tensors.recurrence(index).output()[0]
             ),

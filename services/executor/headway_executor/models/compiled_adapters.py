@@ -21,6 +21,8 @@ from headway_kernels.cpu.library import CpuLibrary, rounded
 
 _PLAIN = {
     AdapterSite.STATE_INPUTS: Site.STATE_INPUTS,
+    AdapterSite.STATE_SELECTION: Site.STATE_SELECTION,
+    AdapterSite.STATE_STEPS: Site.STATE_STEPS,
     AdapterSite.STATE_OUTPUT: Site.STATE_OUTPUT,
     AdapterSite.DOWN: Site.DOWN,
 }

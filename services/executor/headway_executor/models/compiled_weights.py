@@ -61,7 +61,12 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     }
 )
 STATE_KINDS: Mapping[str, StateKind] = MappingProxyType(
-    {"gated": StateKind.GATED_CONVOLUTION, "delta": StateKind.DELTA, "selective": StateKind.SELECTIVE}
+    {
+        "gated": StateKind.GATED_CONVOLUTION,
+        "delta": StateKind.DELTA,
+        "selective": StateKind.SELECTIVE,
+        "scanned": StateKind.SCANNED,
+    }
 )
 
 
@@ -183,6 +188,12 @@ class WeightLoader:
         tensors = self._tensors.recurrence(index)
         taps, bias = tensors.convolution()
         numbers = tensors.head_numbers()
+        within: dict[str, PackedLinear] = {}
+        if config.kind == "scanned":
+            within = {
+                "selection": self._exact(lambda read: (read.recurrence(index).selection(), None)),
+                "steps": self._exact(lambda read: (read.recurrence(index).steps(), None)),
+            }
         return PackedRecurrence(
             StateSizes(STATE_KINDS[config.kind], **{name: getattr(config, name) for name in StateSizes._fields[1:]}),
             self.projection(lambda read: read.recurrence(index).inputs()),
@@ -191,7 +202,16 @@ class WeightLoader:
             None if bias is None else _float32(bias),
             None if numbers is None else numbers.each(_float32),
             self._config.norm.eps if config.norm_eps is None else config.norm_eps,
+            **within,
         )
+
+    def _exact(self, read: Projection) -> PackedLinear:
+        """What is small, and decides much: no ``quantization`` rounds it, though a checkpoint may have it as codes."""
+        coded = self._coded.read(read)
+        if coded is not None:
+            return self._linear(*coded)
+        weight, bias = read(self._tensors)
+        return PackedLinear(self._library, weight, bias, _exact_form(weight))
 
     def _qkv(self, index: int) -> PackedLinear:
         weight, bias = self._coded.read(lambda read: read.qkv(index)) or _stacked(*self._tensors.qkv_parts(index))

@@ -20,7 +20,7 @@ from headway_kernels.routing import Routing
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish", "xielu"]
 Stacking: TypeAlias = Literal["pairs", "halves", "rows", "matrices"]
-RecurrenceKind: TypeAlias = Literal["gated", "delta", "selective"]
+RecurrenceKind: TypeAlias = Literal["gated", "delta", "selective", "scanned"]
 
 
 class NormConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +61,10 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     that follow each other, or with ``keys_take_turns`` every so manieth. Behind the state, a norm is over ``norm_dim``
     channels; 0: there is none. With ``gates_behind`` it stands before the gates of "selective", too. ``norm_eps`` None: that of the other norms. With ``doubles_strengths``, "delta"
     writes up to twice a value. ``is_cut_alike``: the tensors of its convolution are equal parts of one, whatever is in them.
+
+    "scanned" has values of one head, which keeps ``key_dim`` numbers for each channel. The convolved values give ``step_rank``
+    numbers, a key and a query, and those numbers give a step for each channel. With ``selection_norm``, each of the three is
+    normalised, "plain" without weights, by ``norm_eps``.
     """
 
     kind: RecurrenceKind
@@ -77,6 +81,8 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_cut_alike: bool = False
     has_bias: bool = False
     has_convolution_bias: bool = False
+    step_rank: int = 0
+    selection_norm: Literal["none", "plain", "weighed"] = "none"
     names: RecurrenceNames
 
     @property
@@ -96,8 +102,14 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
             "gated": 2 * self.inner,
             "delta": self.inner + 2 * self.num_heads,
             "selective": self.inner + self.num_heads,
+            "scanned": self.inner,
         }
         return self.channels + rest[self.kind]
+
+    @property
+    def selection(self) -> list[int]:
+        """Of "scanned": what a token's convolved values give: numbers that steps are made of, a key and a query."""
+        return [self.step_rank, self.key_dim, self.key_dim]
 
     @property
     def state_numbers(self) -> int:

@@ -308,6 +308,12 @@ class _Loader:
         config, tensors = self._config, self.tensors.recurrence(index)
         taps, bias = tensors.convolution()
         numbers = tensors.head_numbers()
+        further: dict[str, Product] = {}
+        if recurrence.kind == "scanned":
+            further = {
+                "selection": self._adapted(self._linear(tensors.selection(), None), place, AdapterSite.STATE_SELECTION),
+                "steps": self._adapted(self._linear(tensors.steps(), None), place, AdapterSite.STATE_STEPS),
+            }
         return Recurrent(
             inputs=self._adapted(self._linear(*tensors.inputs()), place, AdapterSite.STATE_INPUTS),
             recurrence=Recurrence(
@@ -316,6 +322,7 @@ class _Loader:
                 Convolution(self._wide(taps), None if bias is None else self._wide(bias)),
                 None if numbers is None else numbers.each(self._wide),
                 config.norm.eps if recurrence.norm_eps is None else recurrence.norm_eps,
+                **further,
             ),
             output=self._adapted(self._linear(*tensors.output()), place, AdapterSite.STATE_OUTPUT),
         )

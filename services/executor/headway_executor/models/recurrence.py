@@ -5,11 +5,12 @@ Owns: the states of rows, the computation of all kinds. Must not know: blocks, r
 All kinds begin with a causal convolution. "gated" multiplies its inputs and its results by gates (Liquid AI 2025, LFM2,
 arXiv 2511.23404). The others keep a matrix ``[key_dim, value_dim]`` for each head: the state shrinks, gets key times value
 added, and the query reads it. "delta" first takes from a value what the state already answers to its key (Gated DeltaNet,
-Yang et al. 2024, arXiv 2412.06464); "selective" does not (Mamba 2, Dao & Gu 2024, arXiv 2405.21060). Several tokens go
+Yang et al. 2024, arXiv 2412.06464); "selective" does not (Mamba 2, Dao & Gu 2024, arXiv 2405.21060). "scanned" has a step for each channel and a decay for each number of
+its state (Mamba, Gu & Dao 2023, arXiv 2312.00752), so its tokens go one by one. Of the others, several tokens go
 together as these papers do it: within a part, what tokens do to each other is a triangular system.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,16 +84,22 @@ def spans_of(
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """One layer's, between its two products. Tensors are float32 and on the states' device."""
+    """One layer's, between its two products. Tensors are float32 and on the states' device. ``selection`` and ``steps`` are
+    products of "scanned".
+    """
 
     config: RecurrenceConfig
     index: int
     convolution: Convolution
     numbers: HeadNumbers | None
     norm_eps: float
+    selection: Callable[[Tensor], Tensor] | None = None
+    steps: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, inputs: Tensor, states: RowStates, spans: Sequence[StateSpan]) -> Tensor:
         """``[tokens, num_inputs] -> [tokens, inner]``; the states of the spans' rows go on."""
+        if self.config.kind == "scanned":
+            return self._scanned(inputs, states, spans)
         done = [self._run(inputs[span.tokens].float(), states, span) for span in spans]
         return torch.cat(done).to(inputs.dtype)
 
@@ -108,7 +115,42 @@ class Recurrence:
         state = _begun(states.heads[self.index], span)
         results, after = self._through_heads(self.numbers, convolved, of_heads, state)
         states.heads[self.index][span.rows] = after
-        return self._normed(self.numbers, results.flatten(0, 1).flatten(1), gates.flatten(0, 1))
+        return self._with_gates(self.numbers, results.flatten(0, 1).flatten(1), gates.flatten(0, 1))
+
+    def _scanned(self, inputs: Tensor, states: RowStates, spans: Sequence[StateSpan]) -> Tensor:
+        """The same; products take all tokens at once."""
+        numbers, dtype = self.numbers, inputs.dtype
+        assert numbers is not None
+        assert numbers.skip is not None
+        assert self.selection is not None
+        assert self.steps is not None
+        channels, gates = inputs.float().chunk(2, -1)
+        convolved = [
+            self._convolved(channels[span.tokens].view(-1, span.length, channels.shape[1]), states, span).flatten(0, 1)
+            for span in spans
+        ]
+        values = functional.silu(torch.cat(convolved))
+        selected = self._selected(numbers, self.selection(values.to(dtype)).float())
+        low, keys, queries = torch.split(selected, self.config.selection, -1)
+        steps = functional.softplus(self.steps(low.to(dtype)).float() + numbers.step_bias)
+        written = values * steps
+        results = []
+        for span in spans:
+            parts = (steps, written, keys, queries)
+            by_row = [part[span.tokens].view(-1, span.length, part.shape[1]) for part in parts]
+            result, state = scan_channels(numbers.decay, by_row, _begun(states.heads[self.index], span)[:, 0])
+            states.heads[self.index][span.rows] = state[:, None]
+            results.append(result.flatten(0, 1))
+        behind = torch.cat(results).add_(values * numbers.skip)
+        return behind.mul_(functional.silu(gates)).to(dtype)
+
+    def _selected(self, numbers: HeadNumbers, selected: Tensor) -> Tensor:
+        """``[tokens, step_rank + 2 * key_dim]``, the same, normalised if they are."""
+        if numbers.selection_norm is None:
+            return selected
+        sizes = self.config.selection
+        parts = torch.split(selected, sizes, -1), torch.split(numbers.selection_norm, sizes)
+        return torch.cat([_normed(part, self.norm_eps) * weight for part, weight in zip(*parts, strict=True)], -1)
 
     def _convolved(self, channels: Tensor, states: RowStates, span: StateSpan) -> Tensor:
         """``[rows, length, channels]``, the same."""
@@ -147,7 +189,7 @@ class Recurrence:
         ratio = config.num_heads // config.num_key_heads
         return by_head.repeat(1, ratio, 1, 1) if config.keys_take_turns else by_head.repeat_interleave(ratio, 1)
 
-    def _normed(self, numbers: HeadNumbers, results: Tensor, gates: Tensor) -> Tensor:
+    def _with_gates(self, numbers: HeadNumbers, results: Tensor, gates: Tensor) -> Tensor:
         """``[tokens, inner]``, the same. "selective" has its gates before the norm, if not told otherwise."""
         gates = functional.silu(gates)
         is_gated_first = self.config.kind == "selective" and not self.config.gates_behind
@@ -155,8 +197,7 @@ class Recurrence:
             results = results * gates
         if numbers.norm is not None:
             by_norm = results.view(-1, *numbers.norm.shape)
-            by_norm = by_norm * torch.rsqrt(by_norm.square().mean(-1, keepdim=True) + self.norm_eps) * numbers.norm
-            results = by_norm.flatten(1)
+            results = (_normed(by_norm, self.norm_eps) * numbers.norm).flatten(1)
         return results if is_gated_first else results * gates
 
 
@@ -188,10 +229,30 @@ def scan(
     return torch.cat(results, 2), state
 
 
+def scan_channels(decay: Tensor, tokens: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """Run tokens through a state, each channel with steps of its own; return results, ``[n, length, channels]``, and the state
+    behind them.
+
+    ``decay`` ``[key_dim, channels]``; ``tokens``: steps and what is written, ``[n, length, channels]``, keys and queries,
+    ``[n, length, key_dim]``; ``state`` ``[n, key_dim, channels]``.
+    """
+    steps, written, keys, queries = tokens
+    results = []
+    for token in range(steps.shape[1]):
+        kept = (steps[:, token, None] * decay).exp()
+        state = state * kept + keys[:, token, :, None] * written[:, token, None]
+        results.append((queries[:, token, None] @ state).squeeze(1))
+    return torch.stack(results, 1), state
+
+
 def _begun(states: Tensor, span: StateSpan) -> Tensor:
     """The states of a span's rows; zeros of those that begin."""
     of_rows = states[span.rows]
     return of_rows.masked_fill(span.is_new.view(-1, *(1 for _ in of_rows.shape[1:])), 0.0)
+
+
+def _normed(vectors: Tensor, eps: float) -> Tensor:
+    return vectors * torch.rsqrt(vectors.square().mean(-1, keepdim=True) + eps)
 
 
 def _unit(vectors: Tensor) -> Tensor:

@@ -35,11 +35,24 @@ def recurrent_shapes(config: RecurrenceConfig, hidden: int) -> Iterator[tuple[st
     yield f"{names.output}.weight", (hidden, config.inner)
     if config.has_bias:
         yield f"{names.output}.bias", (hidden,)
-    if config.kind != "gated":
+    if config.kind == "scanned":
+        yield from _scanned_shapes(config)
+    elif config.kind != "gated":
         for name in filter(None, (names.decay, names.step_bias, names.skip)):
             yield name, (config.num_heads,)
         if config.norm_dim:
             yield f"{names.norm}.weight", (config.value_dim if config.kind == "delta" else config.inner,)
+
+
+def _scanned_shapes(config: RecurrenceConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    names = config.names
+    yield f"{names.selection}.weight", (sum(config.selection), config.inner)
+    yield f"{names.steps}.weight", (config.inner, config.step_rank)
+    yield names.step_bias, (config.inner,)
+    yield names.decay, (config.inner, config.key_dim)
+    yield names.skip, (config.inner,)
+    for name, width in zip(names.selection_norms, config.selection, strict=False):
+        yield f"{name}.weight", (width,)
 
 
 def _convolution_widths(config: RecurrenceConfig) -> tuple[int, ...]:
@@ -105,6 +118,14 @@ class RecurrentTensors:
         if config.norm_dim:
             norm = self._read(f"{names.norm}.weight").float().view(-1, config.norm_dim)
             norm = norm.expand(config.inner // config.norm_dim, -1)
+        if config.kind == "scanned":
+            return HeadNumbers(
+                decay=-self._read(names.decay).float().exp().t(),
+                step_bias=self._read(names.step_bias).float(),
+                skip=self._read(names.skip).float(),
+                norm=None,
+                selection_norm=self._selection_norm(),
+            )
         return HeadNumbers(
             decay=-self._read(names.decay).float().exp(),
             step_bias=self._read(names.step_bias).float(),
@@ -112,12 +133,28 @@ class RecurrentTensors:
             norm=norm,
         )
 
+    def selection(self) -> Tensor:
+        """Of "scanned": ``[step_rank + 2 * key_dim, inner]``."""
+        return self._read(f"{self._config.names.selection}.weight")
+
+    def steps(self) -> Tensor:
+        """Of "scanned": ``[inner, step_rank]``."""
+        return self._read(f"{self._config.names.steps}.weight")
+
+    def _selection_norm(self) -> Tensor | None:
+        config, names = self._config, self._config.names.selection_norms
+        if config.selection_norm == "plain":
+            return torch.ones(sum(config.selection))
+        return torch.cat([self._read(f"{name}.weight").float() for name in names]) if names else None
+
     def _in_order(self, kind: str) -> Tensor:
         config = self._config
         stored = [self._read(f"{name}.{kind}") for name in config.names.inputs]
         if config.kind == "gated":
             before, behind, values = stored[0].chunk(3)
             return torch.cat([values, before, behind])
+        if config.kind == "scanned":
+            return stored[0]
         if config.kind == "selective":
             keys = config.num_key_heads * config.key_dim
             parts = torch.split(stored[0], [config.inner, config.inner, keys, keys, config.num_heads])

@@ -4,8 +4,8 @@ import msgspec
 
 
 class RecurrenceNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of tensors behind a layer's prefix; ``recurrent_tensors`` says what is in ``inputs`` and in ``convolution``. The kind "gated" has only the
-    first three.
+    """Names of tensors behind a layer's prefix; ``recurrent_tensors`` says what is in ``inputs`` and in ``convolution``. The
+    kind "gated" has only the first three, and "scanned" alone a ``selection``, ``steps`` and perhaps ``selection_norms``.
     """
 
     inputs: tuple[str, ...]
@@ -15,6 +15,9 @@ class RecurrenceNames(msgspec.Struct, frozen=True, kw_only=True):
     step_bias: str = ""
     skip: str = ""
     norm: str = ""
+    selection: str = ""
+    steps: str = ""
+    selection_norms: tuple[str, ...] = ()
 
 
 class ExpertNorms(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,6 +62,7 @@ from headway_executor.models.families.llama import (
     read_seed_oss,
 )
 from headway_executor.models.families.llama4 import read_llama4
+from headway_executor.models.families.mamba1 import read_falcon_mamba, read_mamba
 from headway_executor.models.families.mamba2 import read_mamba2
 from headway_executor.models.families.mimo import read_mimo_v2_flash
 from headway_executor.models.families.mistral import read_ministral, read_ministral3, read_mistral
@@ -120,6 +121,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "ExaoneMoeForCausalLM": read_exaone_moe,
     "FalconForCausalLM": read_falcon,
     "FalconH1ForCausalLM": read_falcon_h1,
+    "FalconMambaForCausalLM": read_falcon_mamba,
     "FlexOlmoForCausalLM": read_flex_olmo,
     "GPTBigCodeForCausalLM": read_gpt_bigcode,
     "GPT2ForCausalLM": read_gpt2,
@@ -157,6 +159,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "LlamaForCausalLM": read_llama,
     "MPTForCausalLM": read_mpt,
     "Mamba2ForCausalLM": read_mamba2,
+    "MambaForCausalLM": read_mamba,
     "MellumForCausalLM": read_mellum,
     "MiMoV2FlashForCausalLM": read_mimo_v2_flash,
     "MiniCPM3ForCausalLM": read_minicpm3,

@@ -7,10 +7,10 @@ from headway_executor.models.families.mamba import read_plain_state
 from headway_executor.models.families.reading import num_layers_of, read_model, refuse_unless
 from headway_executor.models.tensor_names import TensorNames
 
-_CONTEXT = 262_144
+MAMBA_CONTEXT = 262_144
 """Nothing in a model bounds it; its steps and tables want a bound, and Codestral has been tested up to this one."""
-_NO_ATTENTION = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=2, rotary_dim=2, scale=1.0)
-_NAMES = TensorNames(
+NO_ATTENTION = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=2, rotary_dim=2, scale=1.0)
+MAMBA_NAMES = TensorNames(
     embedding="backbone.embeddings.weight",
     final_norm="backbone.norm_f",
     layer="backbone.layers.{}.",
@@ -27,10 +27,10 @@ def read_mamba2(fields: ConfigFields) -> ModelConfig:
         raise fields.refuse("num_heads", f"a divisor of {inner}, and head_dim the rest of it")
     return read_model(
         fields,
-        default_context=_CONTEXT,
-        attention=_NO_ATTENTION,
+        default_context=MAMBA_CONTEXT,
+        attention=NO_ATTENTION,
         feed_forward=FeedForwardConfig(intermediate_size=0),
         norm=NormConfig(eps=fields.number("layer_norm_epsilon", 1e-5), rounds_first=True),
         recurrences=[state] * num_layers,
-        names=_NAMES,
+        names=MAMBA_NAMES,
     )
