@@ -707,6 +707,14 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "mamba": _named("Mamba", time_step_rank=5, use_bias=True, **_MAMBA1),
     "falcon_mamba": _named("FalconMamba", mixer_rms_eps=1e-3, tie_word_embeddings=True, **_MAMBA1),
+    "jamba": _named(
+        "Jamba",
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        num_experts=4,
+        mamba_d_state=6,
+        mamba_dt_rank=5,
+    ),
     "nemotron_h": _named("NemotronH", **_NEMOTRON_H),
     "granitehybrid-experts": _named("GraniteMoeHybrid", num_local_experts=6, num_experts_per_tok=2, **_MAMBA),
 }

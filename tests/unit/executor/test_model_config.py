@@ -48,6 +48,7 @@ NAME_THETA = {
     "nemotron_h",
     "mamba2",
     "mamba",
+    "jamba",
     "falcon_mamba",
 }
 """Their files have to, or they have no positions."""

@@ -50,6 +50,7 @@ from headway_executor.models.families.granite import read_granite, read_granite_
 from headway_executor.models.families.granite_hybrid import read_granite_hybrid
 from headway_executor.models.families.granite_swa import read_granite_moe_swa, read_granite_swa
 from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe, read_hunyuan_v3
+from headway_executor.models.families.jamba import read_jamba
 from headway_executor.models.families.laguna import read_laguna
 from headway_executor.models.families.lfm2 import read_lfm2, read_lfm2_moe, read_lfm3
 from headway_executor.models.families.llama import (
@@ -152,6 +153,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "InternLM3ForCausalLM": read_internlm3,
     "Jais2ForCausalLM": read_jais2,
     "LagunaForCausalLM": read_laguna,
+    "JambaForCausalLM": read_jamba,
     "Lfm2ForCausalLM": read_lfm2,
     "Lfm2MoeForCausalLM": read_lfm2_moe,
     "Lfm3ForCausalLM": read_lfm3,

@@ -25,23 +25,23 @@ def read_falcon_mamba(fields: ConfigFields) -> ModelConfig:
 
 def read_scanned_state(fields: ConfigFields, **changes: Any) -> RecurrenceConfig:
     """From fields with the names that Mamba gave them; ``changes``: further fields of the result."""
-    hidden, rank = fields.integer("hidden_size"), fields.values.get("time_step_rank", "auto")
-    inner = int(fields.number("expand", 2) * hidden)
+    inner = int(fields.number("expand", 2) * fields.integer("hidden_size"))
     return scanned_state(
         "mixer",
         taps=fields.integer("conv_kernel", 4, low=2),
         key_dim=fields.integer("state_size", 16),
         value_dim=inner,
-        step_rank=rank_of(fields, "time_step_rank", rank),
+        step_rank=rank_of(fields, "time_step_rank"),
         has_bias=fields.flag("use_bias", default=False),
         has_convolution_bias=fields.flag("use_conv_bias", default=True),
         **changes,
     )
 
 
-def rank_of(fields: ConfigFields, field: str, value: object) -> int:
+def rank_of(fields: ConfigFields, field: str) -> int:
     """How many numbers steps are made of."""
-    return math.ceil(fields.integer("hidden_size") / _CHANNELS_OF_A_RANK) if value == "auto" else fields.integer(field)
+    is_usual = fields.values.get(field, "auto") == "auto"
+    return math.ceil(fields.integer("hidden_size") / _CHANNELS_OF_A_RANK) if is_usual else fields.integer(field)
 
 
 def scanned_state(prefix: str, *, norms: tuple[str, ...] = (), **sizes: Any) -> RecurrenceConfig:
