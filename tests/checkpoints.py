@@ -669,6 +669,19 @@ _LFM3: dict[str, object] = {
 
 _MAMBA1: dict[str, object] = {"state_size": 6, "num_attention_heads": 1, "num_key_value_heads": 1}
 
+_KDA: dict[str, object] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+}
+
 _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], tie_word_embeddings=True),
     "lfm2-bias": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], conv_bias=True, conv_L_cache=4),
@@ -714,6 +727,11 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
         num_experts=4,
         mamba_d_state=6,
         mamba_dt_rank=5,
+    ),
+    "kimi_linear": _named("KimiLinear", linear_head_dim=12, linear_num_heads=3, **_KDA),
+    "bailing_hybrid": _named("BailingHybrid", head_dim=12, n_group=2, topk_group=1, **_KDA),
+    "bailing_hybrid-soft": _named(
+        "BailingHybrid", head_dim=12, n_group=1, topk_group=1, kda_safe_gate=False, short_conv_kernel_size=3, **_KDA
     ),
     "nemotron_h": _named("NemotronH", **_NEMOTRON_H),
     "granitehybrid-experts": _named("GraniteMoeHybrid", num_local_experts=6, num_experts_per_tok=2, **_MAMBA),

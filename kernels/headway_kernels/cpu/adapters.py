@@ -32,15 +32,17 @@ class Site(IntEnum):
 
     COMPRESS = 0
     EXPAND = 1
-    STATE_INPUTS = 2
-    STATE_SELECTION = 3
-    STATE_STEPS = 4
-    QKV = 5
-    OUTPUT = 6
-    STATE_OUTPUT = 7
-    GATE_UP = 8
-    DOWN = 9
-    ROUTER = 10
+    GATES = 2
+    STATE_INPUTS = 3
+    STATE_SELECTION = 4
+    STATE_STEPS = 5
+    STATE_GATES = 6
+    QKV = 7
+    OUTPUT = 8
+    STATE_OUTPUT = 9
+    GATE_UP = 10
+    DOWN = 11
+    ROUTER = 12
 
 
 def expert_gate_up(number: int) -> int:

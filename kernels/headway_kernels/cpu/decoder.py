@@ -509,8 +509,9 @@ def _layer_struct(library: CpuLibrary, layer: LayerWeights, heads: LayerHeads) -
         qkv=layer.qkv.handle if isinstance(layer.qkv, PackedLinear) else None,
         output=None if layer.output is None else layer.output.handle,
         state_inputs=None if state is None else state.inputs.handle,
-        state_selection=None if state is None or state.selection is None else state.selection.handle,
-        state_steps=None if state is None or state.steps is None else state.steps.handle,
+        state_selection=None if state is None else _handle_of(state.selection),
+        state_steps=None if state is None else _handle_of(state.steps),
+        state_gates=None if state is None else _handle_of(state.gates),
         state_output=None if state is None else state.output.handle,
         gate_up=None if dense is None else dense.gate_up.handle,
         down=None if dense is None else dense.down.handle,
@@ -545,6 +546,10 @@ def _layer_struct(library: CpuLibrary, layer: LayerWeights, heads: LayerHeads) -
         ),
         factor=layer.factor,
     )
+
+
+def _handle_of(product: PackedLinear | None) -> int | None:
+    return None if product is None else product.handle
 
 
 def _norm_struct(norm: NormWeights | None) -> NormStruct:

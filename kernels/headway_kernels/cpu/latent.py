@@ -20,6 +20,7 @@ class _LatentStruct(ctypes.Structure):
         ("query_norm", ctypes.c_void_p),
         ("norm", ctypes.c_void_p),
         ("norm_eps", ctypes.c_float),
+        ("gates", ctypes.c_void_p),
     )
 
 
@@ -33,13 +34,19 @@ class PackedExpansion(NamedTuple):
 class PackedLatent:
     """The products of one layer: see ``latent_weights`` in ``decoder_structs.h``.
 
-    ``query`` takes the hidden state, or a compressed row, the first part of what ``compress`` gives.
+    ``query`` takes the hidden state, or a compressed row, the first part of what ``compress`` gives. ``gates`` are of what
+    attention gives, or None.
     """
 
     def __init__(
-        self, query: PackedLinear | PackedExpansion, compress: PackedLinear, expand: PackedExpansion, norm_eps: float
+        self,
+        query: PackedLinear | PackedExpansion,
+        compress: PackedLinear,
+        expand: PackedExpansion,
+        norm_eps: float,
+        gates: PackedLinear | None = None,
     ) -> None:
-        self._kept = (query, compress, expand)
+        self._kept = (query, compress, expand, gates)
         self.struct = _LatentStruct(
             query=None if isinstance(query, PackedExpansion) else query.handle,
             compress=compress.handle,
@@ -48,4 +55,5 @@ class PackedLatent:
             query_norm=query.norm.data_ptr() if isinstance(query, PackedExpansion) else None,
             norm=expand.norm.data_ptr(),
             norm_eps=norm_eps,
+            gates=None if gates is None else gates.handle,
         )

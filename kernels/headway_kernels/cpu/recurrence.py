@@ -38,14 +38,20 @@ class StateSizes(NamedTuple):
     keys_take_turns: bool = False
     gates_behind: bool = False
     doubles_strengths: bool = False
+    gates_by_sigmoid: bool = False
+    decays_channels: bool = False
     step_rank: int = 0
+    gate_rank: int = 0
 
 
 class _RecurrenceStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in StateSizes._fields),
+        ("gates_at", ctypes.c_int64),
+        ("strengths_at", ctypes.c_int64),
         ("selected_at", ctypes.c_int64),
         ("steps_at", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
         ("selection_norm", ctypes.c_void_p),
         ("taps_of", ctypes.c_void_p),
         ("taps_bias", ctypes.c_void_p),
@@ -54,46 +60,66 @@ class _RecurrenceStruct(ctypes.Structure):
         ("skip", ctypes.c_void_p),
         ("norm", ctypes.c_void_p),
         ("norm_eps", ctypes.c_float),
+        ("decay_bound", ctypes.c_float),
         ("past", ctypes.c_void_p),
         ("heads", ctypes.c_void_p),
     )
 
 
 class PackedRecurrence:
-    """One layer's. ``inputs`` gives a token's inputs, ``output`` takes results. ``taps`` ``[taps, channels]``, oldest first, and ``taps_bias``
-    ``[channels]`` or None: float32, contiguous. ``numbers``: the same; None for a convolution alone. ``selection`` and ``steps``
-    are products of a state whose channels have steps.
+    """One layer's. ``inputs`` gives a token's inputs, ``output`` takes results. ``decay_bound``: see ``recurrence.h``. ``taps``
+    ``[taps, channels]``, oldest first, and ``taps_bias`` ``[channels]`` or None: float32, contiguous. ``numbers``: the same; None
+    for a convolution alone. ``selection``, ``steps`` and ``gates`` are further products, or None.
     """
 
     def __init__(
         self,
         sizes: StateSizes,
+        decay_bound: float,
         inputs: PackedLinear,
         output: PackedLinear,
         taps: Tensor,
         taps_bias: Tensor | None,
         numbers: HeadNumbers | None,
         norm_eps: float,
+        *,
         selection: PackedLinear | None = None,
         steps: PackedLinear | None = None,
+        gates: PackedLinear | None = None,
     ) -> None:
         assert sizes.taps <= MOST_TAPS
         self.inner = sizes.num_heads * sizes.value_dim
-        self.inputs, self.output, self.selection, self.steps = inputs, output, selection, steps
+        self.inputs, self.output = inputs, output
+        self.selection, self.steps, self.gates = selection, steps, gates
         self._kept = (taps, taps_bias, numbers)
         self._states: tuple[Tensor, Tensor] | None = None
         of_heads = {} if numbers is None else {name: address(part) for name, part in numbers._asdict().items()}
-        # A product writes whole panels.
-        selected_at = inputs.padded_outputs
         self.struct = _RecurrenceStruct(
             **sizes._asdict(),
-            selected_at=selected_at,
-            steps_at=selected_at + (0 if selection is None else selection.padded_outputs),
+            **self._places(sizes),
+            decay_bound=decay_bound,
             taps_of=taps.data_ptr(),
             taps_bias=address(taps_bias),
             norm_eps=norm_eps,
             **of_heads,
         )
+
+    def _places(self, sizes: StateSizes) -> dict[str, int]:
+        """Where parts of a token's inputs are; what further products give is behind the rest, as each writes whole panels."""
+        channels = 2 * sizes.num_key_heads * sizes.key_dim + self.inner
+        strengths = channels + (sizes.gate_rank or self.inner)
+        places = {
+            "gates_at": channels,
+            "strengths_at": strengths,
+            "steps_at": strengths + (sizes.num_heads if sizes.kind == StateKind.DELTA else 0),
+        }
+        columns = self.inputs.padded_outputs
+        for name in ("selection", "steps", "gates"):
+            product = getattr(self, name)
+            if product is not None:
+                places["selected_at" if name == "selection" else f"{name}_at"] = columns
+                columns += product.padded_outputs
+        return places | {"columns": columns}
 
     @property
     def has_memory(self) -> bool:

@@ -97,6 +97,7 @@ class LayerStruct(ctypes.Structure):
         ("state_inputs", ctypes.c_void_p),
         ("state_selection", ctypes.c_void_p),
         ("state_steps", ctypes.c_void_p),
+        ("state_gates", ctypes.c_void_p),
         ("state_output", ctypes.c_void_p),
         ("gate_up", ctypes.c_void_p),
         ("down", ctypes.c_void_p),

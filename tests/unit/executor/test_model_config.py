@@ -48,6 +48,9 @@ NAME_THETA = {
     "nemotron_h",
     "mamba2",
     "mamba",
+    "kimi_linear",
+    "bailing_hybrid",
+    "bailing_hybrid-soft",
     "jamba",
     "falcon_mamba",
 }

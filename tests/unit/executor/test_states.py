@@ -153,7 +153,9 @@ def test_ranks_share_no_layer_with_a_state(model):
 
 @needs_kernels
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
-@pytest.mark.parametrize("name", ["lfm2", "granitehybrid", "nemotron_h", "falcon_h1", "mamba2", "falcon_mamba"])
+@pytest.mark.parametrize(
+    "name", ["lfm2", "granitehybrid", "nemotron_h", "falcon_h1", "mamba2", "falcon_mamba", "kimi_linear"]
+)
 def test_stages_have_the_states_of_their_own_layers(tmp_path, name, kernels):
     """The second of three stages has no state, the others no attention, or only some."""
     make_checkpoint(tmp_path, name)
@@ -215,6 +217,12 @@ def test_tokens_together_are_tokens_one_by_one(length, has_strengths):
         ("mamba2", "num_heads", 6),
         ("mamba2", "hidden_act", "gelu"),
         ("mamba2", "n_groups", 3),
+        ("kimi_linear", "mla_use_nope", False),
+        ("kimi_linear", "moe_router_activation_func", "softmax"),
+        ("kimi_linear", "hidden_act", "gelu"),
+        ("bailing_hybrid", "q_lora_rank", 16),
+        ("bailing_hybrid", "kda_lower_bound", 0.5),
+        ("bailing_hybrid", "attention_bias", True),
         ("jamba", "attn_layer_offset", 3),
         ("jamba", "expert_layer_period", 1),
         ("jamba", "sliding_window", 16),
@@ -265,6 +273,30 @@ def test_olmo_hybrid_as_it_is_published(tmp_path):
     tensors["model.layers.1.post_attention_layernorm.weight"] = norm
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert tokens_of(*open_backend(tmp_path), prompt) == expected
+
+
+def test_kimi_linear_as_it_is_published(tmp_path):
+    """Lists number layers from 1 on; transformers writes the first feed-forward where experts are."""
+    make_checkpoint(tmp_path, "kimi_linear")
+    prompt = prompts(20)[0]
+    expected = tokens_of(*open_backend(tmp_path), prompt)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    section = {"kda_layers": [1, 3], "full_attn_layers": [2], "short_conv_kernel_size": 4}
+    section |= {"head_dim": values.pop("linear_head_dim"), "num_heads": values.pop("linear_num_heads")}
+    for field in ("layer_types", "mlp_layer_types", "linear_conv_kernel_dim", "qk_head_dim"):
+        del values[field]
+    code = {"AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"}
+    path.write_text(json.dumps(values | {"linear_attn_config": section, "auto_map": code, "first_k_dense_replace": 1}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    dense = "model.layers.0.block_sparse_moe."
+    renamed = {name.replace(dense, "model.layers.0.mlp."): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert tokens_of(*open_backend(tmp_path), prompt) == expected
+    path.write_text(json.dumps(values | {"linear_attn_config": section | {"kda_layers": [1, 2]}}))
+    with pytest.raises(ModelFilesError, match="kda_layers"):
+        read_model_config(tmp_path)
 
 
 def test_blocks_without_keys_and_values_are_not_as_many_as_memory_would_hold(tmp_path):

@@ -8,8 +8,9 @@
 
 /* Four products of two phases, placing, attending, two norms, activating, adding twice; experts instead of two
  * products, three products instead of one; two products, three phases of a state and adding beside attention; two
- * products and a norm within a state; two products, a gate and adding of a layer's own inputs. */
-#define PHASES_PER_LAYER (35 + EXPERT_PHASES)
+ * products and a norm within a state; gates beside latent attention; two products, a gate and adding of a layer's own
+ * inputs. */
+#define PHASES_PER_LAYER (40 + EXPERT_PHASES)
 #define OTHER_PHASES 9 /* embedding, inputs of layers, gathering, a norm, the head's product, scaling logits */
 #define MEETINGS_PER_LAYER 6
 #define OTHER_MEETINGS 4 /* start, embedding, after moving rows, logits */
@@ -369,28 +370,39 @@ static void run_latent(member *self, const pass *now, const latent_weights *late
                                 (rms_norm){latent->norm, latent->norm_eps}, STORE,
                                 space->qkv + now->attention->num_heads * now->attention->head_dim, of->strides.qkv);
     expand.adapters = adapters_of(now, SITE_EXPAND);
-    run_product(self, &expand, now->layer->output);
+    run_product(self, &expand, latent->gates == NULL ? now->layer->output : latent->gates);
+    if (latent->gates == NULL) return;
+    const int64_t before = (now->attention->num_heads + 2 * now->attention->num_kv_heads) * now->attention->head_dim;
+    product gates = product_behind(self, now, now->layer->attention_norm, latent->gates, num_tokens, STORE,
+                                   space->qkv + before, of->strides.qkv);
+    gates.adapters = adapters_of(now, SITE_GATES);
+    run_product(self, &gates, now->layer->output);
 }
 
-/* From a state's inputs to its results. */
-static void run_state(member *self, pass *now) {
+/* A product within the inputs of a state. */
+static void run_within_state(member *self, const pass *now, const linear *with, enum site site, int64_t from,
+                             int64_t to) {
     const decoder *of = now->of;
-    const layer_weights *layer = now->layer;
-    const recurrence *state = layer->recurrence;
     float *inputs = inputs_of_state(now);
+    product made = product_of(&of->space.products, with, now->step->num_tokens, inputs + from, of->strides.qkv,
+                              (rms_norm){NULL, 0.0f}, STORE, inputs + to, of->strides.qkv);
+    made.adapters = adapters_of(now, site);
+    run_product(self, &made, now->layer->state_output);
+}
+
+/* From a state's inputs to its results. Few numbers that gates are made of are where gates would be. */
+static void run_state(member *self, pass *now) {
+    const layer_weights *layer = now->layer;
+    const recurrence *of = layer->recurrence;
+    if (layer->state_gates != NULL)
+        run_within_state(self, now, layer->state_gates, SITE_STATE_GATES, channels_of(of), of->gates_at);
     run_convolution(self, now);
-    if (state->kind == SCANNED) {
-        const rms_norm no_norm = {NULL, 0.0f};
-        float *selected = inputs + state->selected_at;
-        product selection = product_of(&of->space.products, layer->state_selection, now->step->num_tokens, inputs,
-                                       of->strides.qkv, no_norm, STORE, selected, of->strides.qkv);
-        selection.adapters = adapters_of(now, SITE_STATE_SELECTION);
-        run_product(self, &selection, layer->state_steps);
-        if (state->selection_norm != NULL) normalise_selection(self, now);
-        product steps = product_of(&of->space.products, layer->state_steps, now->step->num_tokens, selected,
-                                   of->strides.qkv, no_norm, STORE, inputs + state->steps_at, of->strides.qkv);
-        steps.adapters = adapters_of(now, SITE_STATE_STEPS);
-        run_product(self, &steps, layer->state_output);
+    if (layer->state_selection != NULL)
+        run_within_state(self, now, layer->state_selection, SITE_STATE_SELECTION, 0, of->selected_at);
+    if (of->selection_norm != NULL) normalise_selection(self, now);
+    if (layer->state_steps != NULL) {
+        const int64_t low = layer->state_selection != NULL ? of->selected_at : of->strengths_at + of->num_heads;
+        run_within_state(self, now, layer->state_steps, SITE_STATE_STEPS, low, of->steps_at);
     }
     run_heads(self, now);
 }
@@ -501,10 +513,7 @@ static void need(decoder *of, const layer_weights *layer, const attention_shape 
     if (layer->recurrence != NULL) {
         const int64_t before = attends(layer) ? qkv_columns(shape, attention) : 0;
         const int64_t heads = attends(layer) ? attended_columns(shape, attention) : 0;
-        int64_t own = round_up(layer->state_inputs->outputs, PANEL);
-        if (layer->state_steps != NULL)
-            own = layer->recurrence->steps_at + round_up(layer->state_steps->outputs, PANEL);
-        of->strides.qkv = larger_of(of->strides.qkv, before + own);
+        of->strides.qkv = larger_of(of->strides.qkv, before + layer->recurrence->columns);
         of->strides.attended = larger_of(of->strides.attended, round_up(heads + inner_of(layer->recurrence), PANEL));
     }
     if (layer->latent != NULL)

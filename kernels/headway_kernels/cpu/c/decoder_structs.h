@@ -100,7 +100,8 @@ static inline attention_shape attention_shape_of(const decoder_shape *shape) {
 /* Latent attention (DeepSeek-AI 2024, arXiv 2405.04434): `compress` gives a compressed query, a compressed key and
  * value, and then the first components of both halves of a head, which all keys of a token share. Each part is
  * normalised, with the root mean square of `norm_eps`, and expanded: to queries, and to keys (zeros where they share),
- * then values. Without `expand_query`, `query` gives queries. Expanded keys and values are stored. */
+ * then values. Without `expand_query`, `query` gives queries. Expanded keys and values are stored. `gates` are of what
+ * attention gives, or NULL. */
 typedef struct {
     linear *query;
     linear *compress;
@@ -109,6 +110,7 @@ typedef struct {
     const float *query_norm;
     const float *norm;
     float norm_eps;
+    linear *gates;
 } latent_weights;
 
 /* The heads of one layer, as `decoder_shape` has them of most, and where its keys and values are: in the pool's
@@ -135,8 +137,9 @@ typedef struct {
     linear *qkv;
     linear *output;
     linear *state_inputs;
-    linear *state_selection; /* of SCANNED, as `state_steps`; else NULL */
+    linear *state_selection; /* this and the next two: NULL where inputs have what they would give */
     linear *state_steps;
+    linear *state_gates;
     linear *state_output;
     linear *gate_up;
     linear *down;
@@ -209,9 +212,11 @@ typedef struct {
 enum site {
     SITE_COMPRESS,
     SITE_EXPAND,
+    SITE_GATES,
     SITE_STATE_INPUTS,
     SITE_STATE_SELECTION,
     SITE_STATE_STEPS,
+    SITE_STATE_GATES,
     SITE_QKV,
     SITE_OUTPUT,
     SITE_STATE_OUTPUT,

@@ -45,6 +45,7 @@ typedef struct {
     const float *query;
     const float *key;
     const float *value;
+    const float *kept_of; /* of each channel of a key, or NULL: `kept` */
     float query_factor;
     float key_factor;
     float kept;
@@ -63,13 +64,22 @@ static float unit_factor(const float *vector, int64_t width) {
     return 1.0f / sqrtf(squares + KEY_EPS);
 }
 
-static head_step step_of(const recurrence *of, const float *inputs, int64_t head) {
+/* From steps of the channels of a head's key to what stays. */
+static void keep_channels(const recurrence *of, int64_t head, float *steps) {
+    const float *bias = of->step_bias + head * of->key_dim, decay = of->decay[head];
+    for (int64_t i = 0; i < of->key_dim; i++) {
+        const float step = steps[i] + bias[i];
+        steps[i] = expf(of->decay_bound < 0.0f ? of->decay_bound * logistic(-decay * step) : soft_plus(step) * decay);
+    }
+}
+
+static head_step step_of(const recurrence *of, float *inputs, int64_t head) {
     const int64_t keys = of->num_key_heads * of->key_dim;
     const int64_t key_head =
         of->keys_take_turns ? head % of->num_key_heads : head / (of->num_heads / of->num_key_heads);
-    const float *numbers = inputs + channels_of(of) + inner_of(of);
-    const int is_delta = of->kind == DELTA;
-    const float step = soft_plus(numbers[is_delta ? of->num_heads + head : head] + of->step_bias[head]);
+    const int is_delta = of->kind == DELTA, by_channel = of->decays_channels != 0;
+    float *steps = inputs + of->steps_at + head * (by_channel ? of->key_dim : 1);
+    const float step = by_channel ? 0.0f : soft_plus(*steps + of->step_bias[head]);
     head_step now = {
         .query = inputs + key_head * of->key_dim,
         .key = inputs + keys + key_head * of->key_dim,
@@ -80,37 +90,43 @@ static head_step step_of(const recurrence *of, const float *inputs, int64_t head
         .written = step,
         .skip = is_delta ? 0.0f : of->skip[head],
     };
+    if (by_channel) {
+        keep_channels(of, head, steps);
+        now.kept_of = steps;
+    }
     if (is_delta) {
         now.query_factor = unit_factor(now.query, of->key_dim) / sqrtf((float)of->key_dim);
         now.key_factor = unit_factor(now.key, of->key_dim);
-        now.written = logistic(numbers[head]) * (of->doubles_strengths ? 2.0f : 1.0f);
+        now.written = logistic(inputs[of->strengths_at + head]) * (of->doubles_strengths ? 2.0f : 1.0f);
     }
     return now;
 }
 
 /* Some columns of a head's matrix, `vectors` registers wide, the last one with `width` floats. */
-INLINE void step_columns(const recurrence *of, const int vectors, int64_t width, const head_step *now, float *matrix,
-                         const float *value, float *out) {
+INLINE void step_columns(const recurrence *of, const int vectors, const int by_channel, int64_t width,
+                         const head_step *now, float *matrix, const float *value, float *out) {
     vec results[MOST_VECTORS], written[MOST_VECTORS];
     UNROLLED
     for (int v = 0; v < vectors; v++) results[v] = (vec){0};
     for (int64_t i = 0; of->kind == DELTA && i < of->key_dim; i++) {
+        const float key = by_channel ? now->key[i] * now->kept_of[i] : now->key[i];
         UNROLLED
-        for (int v = 0; v < vectors; v++)
-            results[v] += now->key[i] * load_some(matrix + i * of->value_dim + v * LANES, width);
+        for (int v = 0; v < vectors; v++) results[v] += key * load_some(matrix + i * of->value_dim + v * LANES, width);
     }
+    const float answered = by_channel ? now->key_factor : now->key_factor * now->kept;
     UNROLLED
     for (int v = 0; v < vectors; v++) {
         const vec of_token = load_some(value + v * LANES, width);
-        written[v] = (of_token - results[v] * (now->key_factor * now->kept)) * now->written * now->key_factor;
+        written[v] = (of_token - results[v] * answered) * now->written * now->key_factor;
         results[v] = of_token * now->skip;
     }
     for (int64_t i = 0; i < of->key_dim; i++) {
         const float key = now->key[i], query = now->query[i] * now->query_factor;
+        const float kept = by_channel ? now->kept_of[i] : now->kept;
         UNROLLED
         for (int v = 0; v < vectors; v++) {
             float *place = matrix + i * of->value_dim + v * LANES;
-            const vec state = load_some(place, width) * now->kept + key * written[v];
+            const vec state = load_some(place, width) * kept + key * written[v];
             store_some(place, state, width);
             results[v] += query * state;
         }
@@ -119,17 +135,25 @@ INLINE void step_columns(const recurrence *of, const int vectors, int64_t width,
     for (int v = 0; v < vectors; v++) store_some(out + v * LANES, results[v], width);
 }
 
+INLINE void step_head(const recurrence *of, const int by_channel, const head_step *now, float *matrix, float *out) {
+    const float *value = now->value;
+    int64_t i = 0;
+    for (; i + MOST_VECTORS * LANES <= of->value_dim; i += MOST_VECTORS * LANES)
+        step_columns(of, MOST_VECTORS, by_channel, LANES, now, matrix + i, value + i, out + i);
+    for (; i + LANES <= of->value_dim; i += LANES)
+        step_columns(of, 1, by_channel, LANES, now, matrix + i, value + i, out + i);
+    if (i < of->value_dim) step_columns(of, 1, by_channel, of->value_dim - i, now, matrix + i, value + i, out + i);
+}
+
 void run_head(const recurrence *of, token_run tokens, int64_t head, float *out, int64_t out_stride) {
     float *matrix = of->heads + (tokens.number * of->num_heads + head) * of->key_dim * of->value_dim;
     if (tokens.begins) memset(matrix, 0, (size_t)(of->key_dim * of->value_dim) * sizeof *matrix);
     for (int64_t t = 0; t < tokens.count; t++, out += out_stride) {
         const head_step now = step_of(of, tokens.inputs + t * tokens.stride, head);
-        int64_t i = 0;
-        for (; i + MOST_VECTORS * LANES <= of->value_dim; i += MOST_VECTORS * LANES)
-            step_columns(of, MOST_VECTORS, LANES, &now, matrix + i, now.value + i, out + i);
-        for (; i + LANES <= of->value_dim; i += LANES)
-            step_columns(of, 1, LANES, &now, matrix + i, now.value + i, out + i);
-        if (i < of->value_dim) step_columns(of, 1, of->value_dim - i, &now, matrix + i, now.value + i, out + i);
+        if (now.kept_of != NULL)
+            step_head(of, 1, &now, matrix, out);
+        else
+            step_head(of, 0, &now, matrix, out);
     }
 }
 
@@ -178,23 +202,24 @@ void scan_channels(const recurrence *of, token_run tokens, int64_t first, int64_
 
 /* ---- gates ---- */
 
-static void multiply_by_silu(const float *gates, int64_t width, float *out) {
+static void multiply_by_gates(const recurrence *of, const float *gates, int64_t width, float *out) {
     for (int64_t i = 0; i < width; i += LANES) {
         const int64_t count = width - i < LANES ? width - i : LANES;
-        store_some(out + i, load_some(out + i, count) * silu(load_some(gates + i, count)), count);
+        const vec gate = load_some(gates + i, count);
+        store_some(out + i, load_some(out + i, count) * (of->gates_by_sigmoid ? sigmoid(gate) : silu(gate)), count);
     }
 }
 
 void gate_token(const recurrence *of, const float *inputs, float *out) {
     const int64_t inner = inner_of(of);
-    const float *gates = inputs + channels_of(of);
+    const float *gates = inputs + of->gates_at;
     if (of->kind == GATED_CONVOLUTION) {
         for (int64_t i = 0; i < inner; i++) out[i] = inputs[i] * gates[inner + i];
         return;
     }
     const int gates_behind = of->kind == DELTA || of->gates_behind;
-    if (!gates_behind) multiply_by_silu(gates, inner, out);
+    if (!gates_behind) multiply_by_gates(of, gates, inner, out);
     for (int64_t i = 0; of->norm != NULL && i < inner; i += of->norm_dim)
         normalise_row(NORM_RMS, (norm_weights){of->norm + i, NULL}, of->norm_eps, out + i, of->norm_dim, out + i);
-    if (gates_behind) multiply_by_silu(gates, inner, out);
+    if (gates_behind) multiply_by_gates(of, gates, inner, out);
 }

@@ -7,10 +7,12 @@
  * of all values; then numbers of heads. GATED_CONVOLUTION (LFM2, Liquid AI 2025, arXiv 2511.23404) has values alone,
  * and gates before and behind the convolution. DELTA (Gated DeltaNet, Yang et al. 2024, arXiv 2412.06464) and SELECTIVE
  * (Mamba 2, Dao & Gu 2024, arXiv 2405.21060) keep a matrix for each head; see `recurrence.py` of the executor's models.
- * SCANNED (Mamba, Gu & Dao 2023, arXiv 2312.00752) has values of one head, and gates; its values give, behind the
- * convolution, `step_rank` numbers, a key and a query, and the numbers a step for each channel. Both lie behind all
- * else of a token: `selected_at` and `steps_at`. Tokens go one after the other, so a result has the same bits however
- * they are cut into steps.
+ * DELTA may have a step for each channel of a key, and so a decay (Kimi Delta Attention, Kimi Team 2025, arXiv
+ * 2510.26692). SCANNED (Mamba, Gu & Dao 2023, arXiv 2312.00752) has values of one head, and gates; its values give,
+ * behind the convolution, `step_rank` numbers, a key and a query, and the numbers a step for each channel. Where the
+ * parts of a token's inputs are, the struct says: what further products give lies behind the rest, up to `columns`.
+ *
+ * Tokens go one after the other, so a result has the same bits however they are cut into steps.
  */
 #ifndef HEADWAY_RECURRENCE_H
 #define HEADWAY_RECURRENCE_H
@@ -36,9 +38,15 @@ typedef struct {
     int64_t keys_take_turns;   /* a key head serves every num_key_heads'th head, not heads that follow each other */
     int64_t gates_behind;      /* of SELECTIVE, whose gates else stand before the norm */
     int64_t doubles_strengths; /* of DELTA */
-    int64_t step_rank;         /* of SCANNED, as all that follow */
-    int64_t selected_at;
+    int64_t gates_by_sigmoid;  /* not by SiLU */
+    int64_t decays_channels;   /* of DELTA: `step_bias` is [num_heads, key_dim] */
+    int64_t step_rank;         /* numbers that a product makes steps of, or 0 */
+    int64_t gate_rank;         /* the same of gates */
+    int64_t gates_at;
+    int64_t strengths_at; /* of DELTA */
+    int64_t selected_at;  /* of SCANNED */
     int64_t steps_at;
+    int64_t columns;
     const float *selection_norm;
     const float *taps_of;
     const float *taps_bias;
@@ -47,6 +55,7 @@ typedef struct {
     const float *skip;
     const float *norm;
     float norm_eps;
+    float decay_bound; /* no logarithm of a decay is beyond this one; 0: there is no bound */
     float *past;
     float *heads;
 } recurrence;

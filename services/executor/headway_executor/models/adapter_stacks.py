@@ -117,14 +117,11 @@ def stacks_of(config: ModelConfig, parameters: Sequence[str]) -> dict[str, Stack
 
 
 def aliases_of(config: ModelConfig) -> dict[str, str]:
-    """Names of routers, and of gates behind attention, in transformers 5 that checkpoints have under another."""
+    """Names of routers in transformers 5 that checkpoints have under another."""
     found: dict[str, str] = {}
-    *_, last = config.names.qkv
     for index, layer in enumerate(config.layers):
         experts, prefix = layer.feed_forward.experts, config.names.layer.format(index)
         if experts is not None:
             others = _ROUTERS.get(experts.names.router, ())
             found |= {prefix + other: prefix + experts.names.router for other in others}
-        if config.attention.gates == "of_heads":
-            found[f"{prefix}self_attn.g_proj"] = prefix + last
     return found

@@ -33,8 +33,8 @@ from headway_proto.wording import shown
 class AdapterSite(Enum):
     """A product of a layer to which an adapter may add.
 
-    A state has two of its own, and where each channel has a step, two more between them. Latent attention has four in place of ``QKV``: to queries, to what they are compressed to, to
-    what keys and values are, and from there to them. A layer with experts has eight in place of ``GATE_UP`` and ``DOWN``. Of
+    A state has two of its own, and up to three more between them. Latent attention has five in place of ``QKV``: to queries, to what they are compressed to, to
+    what keys and values are, from there to them, and to gates. A layer with experts has eight in place of ``GATE_UP`` and ``DOWN``. Of
     these, two are of all experts that tokens choose from, and two are before and behind those.
     """
 
@@ -43,6 +43,7 @@ class AdapterSite(Enum):
     STATE_INPUTS = auto()
     STATE_SELECTION = auto()
     STATE_STEPS = auto()
+    STATE_GATES = auto()
     STATE_OUTPUT = auto()
     GATE_UP = auto()
     DOWN = auto()
@@ -50,6 +51,7 @@ class AdapterSite(Enum):
     LATENT_QUERY_IN = auto()
     LATENT_IN = auto()
     LATENT_EXPANSION = auto()
+    LATENT_GATES = auto()
     ROUTER = auto()
     EXPERTS_IN = auto()
     EXPERTS_OUT = auto()
@@ -203,10 +205,10 @@ class _Fusing:
         return _those_there(found)
 
     def _attention(self, index: int) -> dict[AdapterSite, LowRank | None]:
-        names, has_qkv = self._config.names, self._config.attention.latent is None
+        names, latent = self._config.names, self._config.attention.latent
         return {
             AdapterSite.QKV: self._low_rank(
-                index, qkv_names(self._config, index) if has_qkv else (), lambda tensors: tensors.qkv(index)[0]
+                index, qkv_names(self._config, index) if latent is None else (), lambda tensors: tensors.qkv(index)[0]
             ),
             AdapterSite.OUTPUT: self._low_rank(
                 index, (names.output,), lambda tensors: tensors.output(index)[0], partial(self._attended, index)
@@ -215,7 +217,7 @@ class _Fusing:
 
     def _recurrence(self, index: int, config: RecurrenceConfig) -> dict[AdapterSite, LowRank | None]:
         names = config.names
-        selection, steps = ((name,) if name else () for name in (names.selection, names.steps))
+        selection, steps, gates = ((name,) if name else () for name in (names.selection, names.steps, names.gates))
         return {
             AdapterSite.STATE_INPUTS: self._low_rank(
                 index, names.inputs, lambda tensors: tensors.recurrence(index).inputs()[0]
@@ -224,6 +226,7 @@ class _Fusing:
                 index, selection, lambda tensors: tensors.recurrence(index).selection()
             ),
             AdapterSite.STATE_STEPS: self._low_rank(index, steps, lambda tensors: tensors.recurrence(index).steps()),
+            AdapterSite.STATE_GATES: self._low_rank(index, gates, lambda tensors: tensors.recurrence(index).gates()),
             AdapterSite.STATE_OUTPUT: self._low_rank(
                 index, (names.output,), lambda tensors: tensors.recurrence(index).output()[0]
             ),
@@ -232,22 +235,20 @@ class _Fusing:
     def latent(self, index: int) -> dict[AdapterSite, LowRank]:
         """Queries, keys and values of latent attention."""
         config = self._config.attention.latent
-        if config is None:
+        if config is None or not self._config.layers[index].attends:
             return {}
         query = WHOLE_QUERY if config.query_rank is None else QUERY
+
+        def low_rank(name: str | None, up: Callable[[LatentTensors], Tensor | None]) -> LowRank | None:
+            names = () if name is None else (config.prefix + name,)
+            return self._low_rank(index, names, lambda tensors: up(_latent(tensors, index)))
+
         found = {
-            AdapterSite.LATENT_QUERY: self._low_rank(
-                index, (query,), lambda tensors: _latent(tensors, index).queries()
-            ),
-            AdapterSite.LATENT_QUERY_IN: self._low_rank(
-                index, (QUERY_IN,), lambda tensors: _latent(tensors, index).query_in()
-            ),
-            AdapterSite.LATENT_IN: self._low_rank(
-                index, (KEY_VALUE_IN,), lambda tensors: _latent(tensors, index).key_value_in()
-            ),
-            AdapterSite.LATENT_EXPANSION: self._low_rank(
-                index, (KEY_VALUE,), lambda tensors: _latent(tensors, index).keys_and_values()
-            ),
+            AdapterSite.LATENT_QUERY: low_rank(query, LatentTensors.queries),
+            AdapterSite.LATENT_QUERY_IN: low_rank(QUERY_IN, LatentTensors.query_in),
+            AdapterSite.LATENT_IN: low_rank(KEY_VALUE_IN, LatentTensors.key_value_in),
+            AdapterSite.LATENT_EXPANSION: low_rank(KEY_VALUE, LatentTensors.keys_and_values),
+            AdapterSite.LATENT_GATES: low_rank(config.gates, LatentTensors.gates),
         }
         return _those_there(found)
 

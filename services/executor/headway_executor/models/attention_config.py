@@ -32,7 +32,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Keys and values of all heads come from one compressed row of ``rank``, queries from one of ``query_rank`` (None:
-    from the hidden state). Heads of keys have ``plain_dim`` channels of their own and share ``rotary_dim``.
+    from the hidden state). Heads of keys have ``plain_dim`` channels of their own and share ``rotary_dim``. Tensors have names
+    behind ``prefix``, which is behind that of the layer: among them the ``output``, and ``gates``, if there are any.
     """
 
     query_rank: int | None
@@ -40,6 +41,9 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
     rotary_dim: int
     plain_dim: int
     value_dim: int
+    prefix: str = "self_attn."
+    output: str = "o_proj"
+    gates: str | None = None
 
     @property
     def key_dim(self) -> int:

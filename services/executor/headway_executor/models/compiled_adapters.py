@@ -23,6 +23,7 @@ _PLAIN = {
     AdapterSite.STATE_INPUTS: Site.STATE_INPUTS,
     AdapterSite.STATE_SELECTION: Site.STATE_SELECTION,
     AdapterSite.STATE_STEPS: Site.STATE_STEPS,
+    AdapterSite.STATE_GATES: Site.STATE_GATES,
     AdapterSite.STATE_OUTPUT: Site.STATE_OUTPUT,
     AdapterSite.DOWN: Site.DOWN,
 }
@@ -67,6 +68,8 @@ class _Layer:
                 yield Site.QKV, _plain(down, self._padded(up))
             elif site == AdapterSite.LATENT_EXPANSION:
                 yield Site.EXPAND, _plain(down, self._padded(up))
+            elif site == AdapterSite.LATENT_GATES:
+                yield Site.GATES, _plain(down, self._padded(up))
             elif site == AdapterSite.OUTPUT:
                 yield Site.OUTPUT, _plain(self._padded(down.t()).t(), up)
             elif site == AdapterSite.GATE_UP:

@@ -4,7 +4,7 @@ Owns: the form of each weight, and padding. Must not know: how kernels compute.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -188,30 +188,32 @@ class WeightLoader:
         tensors = self._tensors.recurrence(index)
         taps, bias = tensors.convolution()
         numbers = tensors.head_numbers()
-        within: dict[str, PackedLinear] = {}
-        if config.kind == "scanned":
-            within = {
-                "selection": self._exact(lambda read: (read.recurrence(index).selection(), None)),
-                "steps": self._exact(lambda read: (read.recurrence(index).steps(), None)),
-            }
+        within = {
+            "selection": lambda read: read.recurrence(index).selection(),
+            "steps": lambda read: read.recurrence(index).steps(),
+            "gates": lambda read: read.recurrence(index).gates(),
+        }
         return PackedRecurrence(
             StateSizes(STATE_KINDS[config.kind], **{name: getattr(config, name) for name in StateSizes._fields[1:]}),
+            config.decay_bound or 0.0,
             self.projection(lambda read: read.recurrence(index).inputs()),
             self.projection(lambda read: read.recurrence(index).output()),
             _float32(taps.t()),
             None if bias is None else _float32(bias),
             None if numbers is None else numbers.each(_float32),
             self._config.norm.eps if config.norm_eps is None else config.norm_eps,
-            **within,
+            **{name: self._exact(read) for name, read in within.items()},
         )
 
-    def _exact(self, read: Projection) -> PackedLinear:
+    def _exact(self, read: Callable[[ModelTensors], Tensor | None]) -> PackedLinear | None:
         """What is small, and decides much: no ``quantization`` rounds it, though a checkpoint may have it as codes."""
-        coded = self._coded.read(read)
+        weight = read(self._tensors)
+        if weight is None:
+            return None
+        coded = self._coded.read(lambda tensors: (read(tensors), None))  # type: ignore[arg-type, return-value]
         if coded is not None:
             return self._linear(*coded)
-        weight, bias = read(self._tensors)
-        return PackedLinear(self._library, weight, bias, _exact_form(weight))
+        return PackedLinear(self._library, weight, None, _exact_form(weight))
 
     def _qkv(self, index: int) -> PackedLinear:
         weight, bias = self._coded.read(lambda read: read.qkv(index)) or _stacked(*self._tensors.qkv_parts(index))
@@ -228,8 +230,9 @@ class WeightLoader:
             assert query_expansion is not None
             queries = self._expansion(index, query_expansion)
             compress = torch.cat([query_in, compress])
-        expand = self._expansion(index, latent.key_value_expansion())
-        return PackedLatent(queries, self._linear(compress, None), expand, LATENT_EPS)
+        expand, gates = self._expansion(index, latent.key_value_expansion()), latent.gates()
+        packed_gates = None if gates is None else self._heads(index, gates)
+        return PackedLatent(queries, self._linear(compress, None), expand, LATENT_EPS, packed_gates)
 
     def _expansion(self, index: int, expansion: Expansion) -> PackedExpansion:
         return PackedExpansion(_float32(expansion.norm), self._heads(index, expansion.weight))

@@ -62,6 +62,11 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     channels; 0: there is none. With ``gates_behind`` it stands before the gates of "selective", too. ``norm_eps`` None: that of the other norms. With ``doubles_strengths``, "delta"
     writes up to twice a value. ``is_cut_alike``: the tensors of its convolution are equal parts of one, whatever is in them.
 
+    With ``gates_by_sigmoid``, gates are sigmoids, and not SiLU. With ``decays_channels``, "delta" has a step for each channel of
+    a key; with a ``decay_bound`` (below 0), no decay is beyond that. Of so many numbers as ``gate_rank`` and ``step_rank``
+    say, a further product makes gates and steps; 0: they are among the inputs. ``decay_shape``: as the decays of heads are
+    stored; empty: ``[heads]``.
+
     "scanned" has values of one head, which keeps ``key_dim`` numbers for each channel. The convolved values give ``step_rank``
     numbers, a key and a query, and those numbers give a step for each channel. With ``selection_norm``, each of the three is
     normalised, "plain" without weights, by ``norm_eps``.
@@ -78,6 +83,11 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float | None = None
     gates_behind: bool = False
     doubles_strengths: bool = False
+    gates_by_sigmoid: bool = False
+    decays_channels: bool = False
+    decay_bound: float | None = None
+    decay_shape: tuple[int, ...] = ()
+    gate_rank: int = 0
     is_cut_alike: bool = False
     has_bias: bool = False
     has_convolution_bias: bool = False
@@ -100,11 +110,16 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Of a token: the channels, then gates, then numbers of heads."""
         rest = {
             "gated": 2 * self.inner,
-            "delta": self.inner + 2 * self.num_heads,
+            "delta": (self.gate_rank or self.inner) + self.num_heads + (self.step_rank or self.num_steps),
             "selective": self.inner + self.num_heads,
             "scanned": self.inner,
         }
         return self.channels + rest[self.kind]
+
+    @property
+    def num_steps(self) -> int:
+        """Of a token, behind all products."""
+        return self.inner if self.kind == "scanned" else self.num_heads * (self.key_dim if self.decays_channels else 1)
 
     @property
     def selection(self) -> list[int]:

@@ -308,12 +308,11 @@ class _Loader:
         config, tensors = self._config, self.tensors.recurrence(index)
         taps, bias = tensors.convolution()
         numbers = tensors.head_numbers()
-        further: dict[str, Product] = {}
-        if recurrence.kind == "scanned":
-            further = {
-                "selection": self._adapted(self._linear(tensors.selection(), None), place, AdapterSite.STATE_SELECTION),
-                "steps": self._adapted(self._linear(tensors.steps(), None), place, AdapterSite.STATE_STEPS),
-            }
+        further = {
+            "selection": (tensors.selection(), AdapterSite.STATE_SELECTION),
+            "steps": (tensors.steps(), AdapterSite.STATE_STEPS),
+            "gates": (tensors.gates(), AdapterSite.STATE_GATES),
+        }
         return Recurrent(
             inputs=self._adapted(self._linear(*tensors.inputs()), place, AdapterSite.STATE_INPUTS),
             recurrence=Recurrence(
@@ -322,7 +321,11 @@ class _Loader:
                 Convolution(self._wide(taps), None if bias is None else self._wide(bias)),
                 None if numbers is None else numbers.each(self._wide),
                 config.norm.eps if recurrence.norm_eps is None else recurrence.norm_eps,
-                **further,
+                **{
+                    name: self._adapted(self._linear(weight, None), place, site)
+                    for name, (weight, site) in further.items()
+                    if weight is not None
+                },
             ),
             output=self._adapted(self._linear(*tensors.output()), place, AdapterSite.STATE_OUTPUT),
         )
@@ -342,7 +345,7 @@ class _Loader:
         )
 
     def _latent_qkv(self, place: int, latent: LatentTensors) -> LatentQkv:
-        config, query = self._config.attention.latent, latent.query()
+        config, query, gates = self._config.attention.latent, latent.query(), latent.gates()
         assert config is not None
         expansion, query_in = latent.query_expansion(), latent.query_in()
         if expansion is None or query_in is None:
@@ -358,6 +361,7 @@ class _Loader:
             rank=config.rank,
             num_heads=len(self.part.heads),
             places=latent.shared_places().to(self._device),
+            gates=None if gates is None else self._adapted(self._linear(gates, None), place, AdapterSite.LATENT_GATES),
         )
 
     def _expansion(self, expansion: Expansion, place: int, site: AdapterSite) -> tuple[Product, Product]:

@@ -17,7 +17,7 @@ class LatentQkv:
     """``query`` gives ``[tokens, heads * key_dim]``; ``compress`` ``[tokens, rank + shared channels]``.
 
     ``expand`` takes the first ``rank`` columns of that to keys, then values, ``[tokens, 2 * heads * key_dim]``. The other
-    columns are channels that all keys share, at ``places`` (int64) of a head.
+    columns are channels that all keys share, at ``places`` (int64) of a head. ``gates`` gives as many columns as ``query``.
     """
 
     query: Callable[[Tensor], Tensor]
@@ -26,16 +26,17 @@ class LatentQkv:
     rank: int
     num_heads: int
     places: Tensor
+    gates: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """``[tokens, 3 * heads * key_dim]``: queries, keys, values; keys are not rotated yet."""
+        """``[tokens, 3 * heads * key_dim]``: queries, keys, values, and perhaps gates; keys are not rotated yet."""
         compressed = self.compress(hidden)
         expanded = self.expand(compressed[:, : self.rank])
         heads = expanded.view(len(hidden), 2 * self.num_heads, -1)
         heads[:, : self.num_heads].index_copy_(
             2, self.places, compressed[:, None, self.rank :].expand(-1, self.num_heads, -1)
         )
-        return torch.cat([self.query(hidden), expanded], 1)
+        return torch.cat([self.query(hidden), expanded, *([] if self.gates is None else [self.gates(hidden)])], 1)
 
 
 @dataclass(frozen=True, slots=True)

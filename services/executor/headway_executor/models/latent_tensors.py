@@ -19,15 +19,19 @@ from headway_executor.models.part import ModelPart
 LATENT_EPS = 1e-6
 """Of the norms of compressed rows, whatever the other norms have."""
 
-QUERY, _QUERY_NORM, QUERY_IN = "self_attn.q_b_proj", "self_attn.q_a_layernorm", "self_attn.q_a_proj"
-WHOLE_QUERY = "self_attn.q_proj"
-KEY_VALUE, _KEY_VALUE_NORM = "self_attn.kv_b_proj", "self_attn.kv_a_layernorm"
-KEY_VALUE_IN = "self_attn.kv_a_proj_with_mqa"
-_OUTPUT = "self_attn.o_proj"
+QUERY, _QUERY_NORM, QUERY_IN = "q_b_proj", "q_a_layernorm", "q_a_proj"
+WHOLE_QUERY = "q_proj"
+KEY_VALUE, _KEY_VALUE_NORM = "kv_b_proj", "kv_a_layernorm"
+KEY_VALUE_IN = "kv_a_proj_with_mqa"
+"""Names behind ``LatentConfig.prefix``."""
 
 
 def latent_shapes(config: LatentConfig, heads: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names behind a layer's prefix, and shapes."""
+    yield from ((config.prefix + name, shape) for name, shape in _shapes(config, heads, hidden))
+
+
+def _shapes(config: LatentConfig, heads: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     if config.query_rank is None:
         yield f"{WHOLE_QUERY}.weight", (heads * config.key_dim, hidden)
     else:
@@ -37,7 +41,9 @@ def latent_shapes(config: LatentConfig, heads: int, hidden: int) -> Iterator[tup
     yield f"{KEY_VALUE_IN}.weight", (config.rank + config.rotary_dim, hidden)
     yield f"{_KEY_VALUE_NORM}.weight", (config.rank,)
     yield f"{KEY_VALUE}.weight", (heads * (config.plain_dim + config.value_dim), config.rank)
-    yield f"{_OUTPUT}.weight", (hidden, heads * config.value_dim)
+    yield f"{config.output}.weight", (hidden, heads * config.value_dim)
+    if config.gates is not None:
+        yield f"{config.gates}.weight", (heads, hidden)
 
 
 class Expansion(NamedTuple):
@@ -60,7 +66,7 @@ class LatentTensors:
         self._config = config
         self._part = part
         self._order = channel_order
-        self._read = read
+        self._read_named = read
 
     def query(self) -> Tensor | None:
         """``[heads * key_dim, hidden]``; None if queries are compressed too."""
@@ -103,13 +109,25 @@ class LatentTensors:
         """``[own_hidden, all heads * key_dim]``."""
         part, value_dim = self._part, self._config.value_dim
         rows, columns = (None, self._channels(value_dim)) if part.is_fast else (part.own_hidden, None)
-        stored = self._read(f"{_OUTPUT}.weight", rows, columns)
+        stored = self._read(f"{self._config.output}.weight", rows, columns)
         by_head = stored.view(len(stored), stored.shape[1] // value_dim, value_dim)
         return functional.pad(by_head, (0, self._config.key_dim - self._config.value_dim)).flatten(1)
+
+    def gates(self) -> Tensor | None:
+        """``[heads * key_dim, hidden]``, each channel that of its head; or None."""
+        config, heads = self._config, self._part.heads
+        return (
+            None
+            if config.gates is None
+            else self._read(f"{config.gates}.weight", heads).repeat_interleave(config.key_dim, 0)
+        )
 
     def shared_places(self) -> Tensor:
         """Where in a key the shared channels are: int64, ``[rotary_dim]``."""
         return (self._order < self._config.rotary_dim).nonzero().flatten()
+
+    def _read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
+        return self._read_named(self._config.prefix + name, rows, columns)
 
     def _of_heads(self, name: str, head_dim: int) -> Tensor:
         """``[heads, head_dim, inputs]``."""

@@ -6,7 +6,8 @@ All kinds begin with a causal convolution. "gated" multiplies its inputs and its
 arXiv 2511.23404). The others keep a matrix ``[key_dim, value_dim]`` for each head: the state shrinks, gets key times value
 added, and the query reads it. "delta" first takes from a value what the state already answers to its key (Gated DeltaNet,
 Yang et al. 2024, arXiv 2412.06464); "selective" does not (Mamba 2, Dao & Gu 2024, arXiv 2405.21060). "scanned" has a step for each channel and a decay for each number of
-its state (Mamba, Gu & Dao 2023, arXiv 2312.00752), so its tokens go one by one. Of the others, several tokens go
+its state (Mamba, Gu & Dao 2023, arXiv 2312.00752), so its tokens go one by one. "delta" may have a decay for each channel of
+a key (Kimi Delta Attention, Kimi Team 2025, arXiv 2510.26692). Of all but "scanned", several tokens go
 together as these papers do it: within a part, what tokens do to each other is a triangular system.
 """
 
@@ -22,8 +23,8 @@ from torch.nn import functional
 from headway_executor.models.config import RecurrenceConfig
 from headway_kernels.states import Convolution, HeadNumbers
 
-_PART = 64
-"""Tokens that go together, as in both papers' kernels."""
+_PART, _PART_OF_CHANNELS = 64, 16
+"""Tokens that go together, as in both papers' kernels; fewer where each channel has a decay, as there is more for each pair."""
 
 _KEY_EPS = 1e-6
 
@@ -84,8 +85,8 @@ def spans_of(
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """One layer's, between its two products. Tensors are float32 and on the states' device. ``selection`` and ``steps`` are
-    products of "scanned".
+    """One layer's, between its two products. Tensors are float32 and on the states' device. ``selection``, ``steps`` and
+    ``gates`` are products, or None; see ``RecurrenceConfig``.
     """
 
     config: RecurrenceConfig
@@ -95,18 +96,30 @@ class Recurrence:
     norm_eps: float
     selection: Callable[[Tensor], Tensor] | None = None
     steps: Callable[[Tensor], Tensor] | None = None
+    gates: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, inputs: Tensor, states: RowStates, spans: Sequence[StateSpan]) -> Tensor:
         """``[tokens, num_inputs] -> [tokens, inner]``; the states of the spans' rows go on."""
         if self.config.kind == "scanned":
             return self._scanned(inputs, states, spans)
-        done = [self._run(inputs[span.tokens].float(), states, span) for span in spans]
+        made = self._made(inputs).float()
+        done = [self._run(made[span.tokens], states, span) for span in spans]
         return torch.cat(done).to(inputs.dtype)
+
+    def _made(self, inputs: Tensor) -> Tensor:
+        """The same, with what products make of some of them in their place."""
+        config = self.config
+        if self.gates is None and self.steps is None:
+            return inputs
+        sizes = [config.channels, config.gate_rank or config.inner, config.num_heads]
+        channels, gates, strengths, steps = torch.split(inputs, [*sizes, config.num_inputs - sum(sizes)], 1)
+        gates = gates if self.gates is None else self.gates(gates)
+        return torch.cat([channels, gates, strengths, steps if self.steps is None else self.steps(steps)], 1)
 
     def _run(self, inputs: Tensor, states: RowStates, span: StateSpan) -> Tensor:
         config = self.config
-        by_row = inputs.view(-1, span.length, config.num_inputs)
-        channels, rest = torch.split(by_row, [config.channels, config.num_inputs - config.channels], -1)
+        by_row = inputs.view(-1, span.length, inputs.shape[1])
+        channels, rest = torch.split(by_row, [config.channels, inputs.shape[1] - config.channels], -1)
         if self.numbers is None:
             before, behind = rest.chunk(2, -1)
             return self._convolved(channels * before, states, span).mul_(behind).flatten(0, 1)
@@ -168,10 +181,11 @@ class Recurrence:
         queries, keys_, values = torch.split(convolved, [keys, keys, config.inner], -1)
         queries, keys_ = (self._of_all_heads(part) for part in (queries, keys_))
         values = values.reshape(*values.shape[:-1], config.num_heads, config.value_dim)
-        steps = functional.softplus(of_heads[..., -config.num_heads :] + numbers.step_bias)
-        decays = (steps * numbers.decay).transpose(1, 2)
+        biased = of_heads[..., -config.num_steps :] + numbers.step_bias
         if config.kind == "selective":
             assert numbers.skip is not None
+            steps = functional.softplus(biased)
+            decays = (steps * numbers.decay).transpose(1, 2)
             written = (values * steps[..., None]).transpose(1, 2)
             results, state = scan(queries, keys_, written, decays, None, state)
             return results.transpose(1, 2) + values * numbers.skip[:, None], state
@@ -179,8 +193,17 @@ class Recurrence:
         strengths = of_heads[..., : config.num_heads].sigmoid().transpose(1, 2)
         if config.doubles_strengths:
             strengths = strengths * 2
+        decays = self._decays(numbers.decay, biased.view(*biased.shape[:-1], config.num_heads, -1)).transpose(1, 2)
         results, state = scan(queries * config.key_dim**-0.5, keys_, values.transpose(1, 2), decays, strengths, state)
         return results.transpose(1, 2), state
+
+    def _decays(self, decay: Tensor, steps: Tensor) -> Tensor:
+        """Logarithms, ``[rows, length, heads, key_dim]``, or without the last dimension, of steps ``[..., key_dim or 1]``."""
+        if self.config.decay_bound is None:
+            decays = functional.softplus(steps) * decay[:, None]
+        else:
+            decays = torch.sigmoid(-decay[:, None] * steps) * self.config.decay_bound
+        return decays if self.config.decays_channels else decays.squeeze(-1)
 
     def _of_all_heads(self, part: Tensor) -> Tensor:
         """Each key head serves several heads: ``[rows, heads, length, key_dim]``."""
@@ -191,7 +214,7 @@ class Recurrence:
 
     def _with_gates(self, numbers: HeadNumbers, results: Tensor, gates: Tensor) -> Tensor:
         """``[tokens, inner]``, the same. "selective" has its gates before the norm, if not told otherwise."""
-        gates = functional.silu(gates)
+        gates = gates.sigmoid() if self.config.gates_by_sigmoid else functional.silu(gates)
         is_gated_first = self.config.kind == "selective" and not self.config.gates_behind
         if is_gated_first:
             results = results * gates
@@ -207,26 +230,55 @@ def scan(
     """Run tokens through a state; return results, ``[n, heads, length, value_dim]``, and the state behind them.
 
     ``queries`` and ``keys`` ``[n, heads, length, key_dim]``, ``values`` ``[n, heads, length, value_dim]``, ``decays`` (at most
-    0: logarithms) and ``strengths`` ``[n, heads, length]``, ``state`` ``[n, heads, key_dim, value_dim]``. With ``strengths``,
-    the delta rule.
+    0: logarithms) ``[n, heads, length]`` or ``[n, heads, length, key_dim]``, ``strengths`` ``[n, heads, length]``, ``state``
+    ``[n, heads, key_dim, value_dim]``. With ``strengths``, the delta rule.
     """
     results = []
-    for start in range(0, queries.shape[2], _PART):
-        part = slice(start, start + _PART)
+    by_channel = decays.dim() == queries.dim()
+    length = _PART_OF_CHANNELS if by_channel else _PART
+    for start in range(0, queries.shape[2], length):
+        part = slice(start, start + length)
         query, key, value = queries[:, :, part], keys[:, :, part], values[:, :, part]
-        kept = decays[:, :, part].cumsum(-1)
-        between = (kept[..., :, None] - kept[..., None, :]).tril().exp().tril()
-        from_start = kept.exp()[..., None]
+        kept = decays[:, :, part].cumsum(2)
+        pairs = _Pairs.of_channels(kept) if by_channel else _Pairs.of_heads(kept)
+        from_start, to_end = (
+            part if by_channel else part[..., None] for part in (kept.exp(), (kept[:, :, -1:] - kept).exp())
+        )
         if strengths is not None:
             strength = strengths[:, :, part, None]
-            answered = (key * strength) @ key.transpose(-1, -2) * between
+            answered = pairs(key * strength, key)
             wanted = torch.cat([value, key * from_start], -1) * strength
             solved = torch.linalg.solve_triangular(answered, wanted, upper=False, unitriangular=True)
             value = solved[..., : value.shape[-1]] - solved[..., value.shape[-1] :] @ state
-        results.append(query * from_start @ state + query @ key.transpose(-1, -2) * between @ value)
-        to_end = (kept[..., -1:] - kept).exp()[..., None]
-        state = state * from_start[..., -1:, :] + (key * to_end).transpose(-1, -2) @ value
+        results.append(query * from_start @ state + pairs(query, key) @ value)
+        state = state * from_start[:, :, -1, :, None] + (key * to_end).transpose(-1, -2) @ value
     return torch.cat(results, 2), state
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """How much of a token is left at each that follows, ``[n, heads, length, length]``, and for each channel of a key with one
+    more dimension.
+    """
+
+    left: Tensor
+
+    @classmethod
+    def of_heads(cls, kept: Tensor) -> "_Pairs":
+        """``kept``: logarithms, from the start of the part on."""
+        return cls((kept[..., :, None] - kept[..., None, :]).tril().exp().tril())
+
+    @classmethod
+    def of_channels(cls, kept: Tensor) -> "_Pairs":
+        """The same, of channels."""
+        by_channel = kept.transpose(-1, -2)
+        return cls((by_channel[..., :, None] - by_channel[..., None, :]).tril().exp().tril().movedim(-3, -1))
+
+    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """What each query finds of each key."""
+        if self.left.dim() == queries.dim():
+            return queries @ keys.transpose(-1, -2) * self.left
+        return (queries[..., :, None, :] * keys[..., None, :, :] * self.left).sum(-1)
 
 
 def scan_channels(decay: Tensor, tokens: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:

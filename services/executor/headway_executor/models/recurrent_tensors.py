@@ -38,10 +38,21 @@ def recurrent_shapes(config: RecurrenceConfig, hidden: int) -> Iterator[tuple[st
     if config.kind == "scanned":
         yield from _scanned_shapes(config)
     elif config.kind != "gated":
-        for name in filter(None, (names.decay, names.step_bias, names.skip)):
-            yield name, (config.num_heads,)
-        if config.norm_dim:
-            yield f"{names.norm}.weight", (config.value_dim if config.kind == "delta" else config.inner,)
+        yield from _shapes_of_heads(config)
+
+
+def _shapes_of_heads(config: RecurrenceConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    names = config.names
+    yield names.decay, config.decay_shape or (config.num_heads,)
+    yield names.step_bias, (config.num_steps,)
+    if names.skip:
+        yield names.skip, (config.num_heads,)
+    if config.gate_rank:
+        yield f"{names.gates}.weight", (config.inner, config.gate_rank)
+    if config.step_rank:
+        yield f"{names.steps}.weight", (config.num_steps, config.step_rank)
+    if config.norm_dim:
+        yield f"{names.norm}.weight", (config.value_dim if config.kind == "delta" else config.inner,)
 
 
 def _scanned_shapes(config: RecurrenceConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -72,7 +83,7 @@ def _input_widths(config: RecurrenceConfig) -> tuple[int, ...]:
         return config.channels + config.inner, 2 * config.num_heads
     keys = config.num_key_heads * config.key_dim
     channels = (keys, keys, config.inner) if len(config.names.inputs) == _APART else (config.channels,)
-    return *channels, config.inner, config.num_heads, config.num_heads
+    return *channels, config.gate_rank or config.inner, config.num_heads, config.step_rank or config.num_steps
 
 
 def times(weight: Tensor, factor: float) -> Tensor:
@@ -127,19 +138,24 @@ class RecurrentTensors:
                 selection_norm=self._selection_norm(),
             )
         return HeadNumbers(
-            decay=-self._read(names.decay).float().exp(),
+            decay=-self._read(names.decay).float().flatten().exp(),
             step_bias=self._read(names.step_bias).float(),
             skip=self._read(names.skip).float() if names.skip else None,
             norm=norm,
         )
 
-    def selection(self) -> Tensor:
-        """Of "scanned": ``[step_rank + 2 * key_dim, inner]``."""
-        return self._read(f"{self._config.names.selection}.weight")
+    def selection(self) -> Tensor | None:
+        """Of "scanned": ``[step_rank + 2 * key_dim, inner]``; else None."""
+        names = self._config.names
+        return self._read(f"{names.selection}.weight") if names.selection else None
 
-    def steps(self) -> Tensor:
-        """Of "scanned": ``[inner, step_rank]``."""
-        return self._read(f"{self._config.names.steps}.weight")
+    def steps(self) -> Tensor | None:
+        """``[num_steps, step_rank]``, or None."""
+        return self._read(f"{self._config.names.steps}.weight") if self._config.step_rank else None
+
+    def gates(self) -> Tensor | None:
+        """``[inner, gate_rank]``, or None."""
+        return self._read(f"{self._config.names.gates}.weight") if self._config.gate_rank else None
 
     def _selection_norm(self) -> Tensor | None:
         config, names = self._config, self._config.names.selection_norms

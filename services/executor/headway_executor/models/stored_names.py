@@ -3,6 +3,7 @@
 Owns: the ways in which checkpoints of one family differ. Must not know: what is done with a tensor.
 """
 
+import re
 from collections.abc import Callable, Container
 from typing import Protocol
 
@@ -75,6 +76,16 @@ def head_name(names: TensorNames, stored: Container[str] | TensorSource) -> str:
 
 def module_as_stored(config: ModelConfig, module: str) -> str:
     """A module of the decoder by its stored name, whichever transformers has named it."""
+    name = _decoder_as_stored(config, module)
+    of_layer = re.fullmatch(r"(.*?\.\d+\.)(.*)", name + ".", re.DOTALL)
+    prefix, rest = of_layer.groups() if of_layer else ("", "")
+    for theirs, ours in config.names.in_transformers:
+        if rest.startswith(theirs):
+            return (prefix + ours + rest.removeprefix(theirs)).removesuffix(".")
+    return name
+
+
+def _decoder_as_stored(config: ModelConfig, module: str) -> str:
     decoder = config.names.layer.partition(LAYERS)[0]
     for front in (*(front for front, _ in _PLACES), _DECODER):
         if (config.names.is_part or decoder == _OLDER_DECODER) and module.startswith(front + LAYERS):
@@ -90,7 +101,7 @@ def named_as_stored(config: ModelConfig, stored: StoredSource) -> ModelConfig:
     Without ``has_head`` nothing stands where the head would, and nothing asks for what it gives.
     """
     config = _stacked_as_stored(_placed_as_stored(config, stored), stored)
-    config = _cut_as_stored(_norms_as_stored(config, stored), stored)
+    config = _cut_as_stored(_norms_as_stored(_dense_as_stored(config, stored), stored), stored)
     decoder = config.names.embedding.partition(".")[0] + "."
     bare = _renamed(config.names, lambda name: name.removeprefix(decoder))
     if not config.names.is_part and config.names.embedding not in stored and bare.embedding in stored:
@@ -196,6 +207,25 @@ def _stacked_as_stored(config: ModelConfig, stored: StoredSource) -> ModelConfig
 
     layers = (layer if name is None else stacked(layer) for name, layer in zip(names, config.layers, strict=True))
     return msgspec.structs.replace(config, layers=tuple(layers))
+
+
+def _dense_as_stored(config: ModelConfig, stored: StoredSource) -> ModelConfig:
+    """See ``TensorNames.other_feed_forward``."""
+    names, dense = (
+        config.names,
+        [index for index, layer in enumerate(config.layers) if layer.feed_forward.experts is None],
+    )
+    if names.other_feed_forward is None or not dense:
+        return config
+
+    def other(name: str) -> str:
+        return f"{names.other_feed_forward}{name.rpartition('.')[2]}"
+
+    prefix = names.layer.format(dense[0])
+    if f"{prefix}{names.down}.weight" in stored or f"{prefix}{other(names.down)}.weight" not in stored:
+        return config
+    renamed = msgspec.structs.replace(names, gate_up=tuple(map(other, names.gate_up)), down=other(names.down))
+    return msgspec.structs.replace(config, names=renamed)
 
 
 def _norms_as_stored(config: ModelConfig, stored: StoredSource) -> ModelConfig:

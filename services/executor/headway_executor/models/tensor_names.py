@@ -5,7 +5,8 @@ import msgspec
 
 class RecurrenceNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names of tensors behind a layer's prefix; ``recurrent_tensors`` says what is in ``inputs`` and in ``convolution``. The
-    kind "gated" has only the first three, and "scanned" alone a ``selection``, ``steps`` and perhaps ``selection_norms``.
+    kind "gated" has only the first three, and "scanned" alone a ``selection`` and perhaps ``selection_norms``. ``steps`` and
+    ``gates``: of the products that make these of few numbers.
     """
 
     inputs: tuple[str, ...]
@@ -17,6 +18,7 @@ class RecurrenceNames(msgspec.Struct, frozen=True, kw_only=True):
     norm: str = ""
     selection: str = ""
     steps: str = ""
+    gates: str = ""
     selection_norms: tuple[str, ...] = ()
 
 
@@ -88,7 +90,9 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     ``ignored``, what begins as one of ``ignored_prefixes``, and the ``ignored_layers`` behind the last one. With
     ``is_part``, other models are in the same checkpoint. They are not read either, and names have more in front of them,
     which the stored names tell. ``state_norms``: of layers with a state, if others than those of other layers. ``renamed``:
-    norms of layers that may be stored under another name, and that name.
+    norms of layers that may be stored under another name, and that name. ``in_transformers``: beginnings of names behind
+    ``layer`` as modules of transformers have them, and as they are here; the first that fits counts. A dense feed-forward may
+    be stored where experts are, behind ``other_feed_forward`` in place of what is before the last dot.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -117,6 +121,8 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     mlp_post_norm: str | None = None
     state_norms: LayerNormNames | None = None
     renamed: tuple[tuple[str, str], ...] = ()
+    in_transformers: tuple[tuple[str, str], ...] = ()
+    other_feed_forward: str | None = None
     layer_factor: str | None = None
     ignored: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     is_part: bool = False

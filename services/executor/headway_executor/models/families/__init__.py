@@ -51,6 +51,7 @@ from headway_executor.models.families.granite_hybrid import read_granite_hybrid
 from headway_executor.models.families.granite_swa import read_granite_moe_swa, read_granite_swa
 from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe, read_hunyuan_v3
 from headway_executor.models.families.jamba import read_jamba
+from headway_executor.models.families.kimi_linear import read_bailing_hybrid, read_kimi_linear
 from headway_executor.models.families.laguna import read_laguna
 from headway_executor.models.families.lfm2 import read_lfm2, read_lfm2_moe, read_lfm3
 from headway_executor.models.families.llama import (
@@ -107,6 +108,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "BioGptForCausalLM": read_biogpt,
     "BloomForCausalLM": read_bloom,
     "CodeGenForCausalLM": read_codegen,
+    "BailingHybridForCausalLM": read_bailing_hybrid,
     "BambaForCausalLM": read_bamba,
     "Cohere2ForCausalLM": read_cohere2,
     "Cohere2MoeForCausalLM": read_cohere2_moe,
@@ -154,6 +156,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Jais2ForCausalLM": read_jais2,
     "LagunaForCausalLM": read_laguna,
     "JambaForCausalLM": read_jamba,
+    "KimiLinearForCausalLM": read_kimi_linear,
     "Lfm2ForCausalLM": read_lfm2,
     "Lfm2MoeForCausalLM": read_lfm2_moe,
     "Lfm3ForCausalLM": read_lfm3,
@@ -219,6 +222,7 @@ _KNOWN_CODE = frozenset(
         "modeling_hyperclovax.HyperCLOVAXForCausalLM",
         "hunyuan.HunYuanMoEV1ForCausalLM",
         "modeling_falcon.FalconForCausalLM",
+        "modeling_kimi.KimiLinearForCausalLM",
         "modeling_mpt.MPTForCausalLM",
         "modeling_internlm3.InternLM3ForCausalLM",
         "modeling_iquestcoder.IQuestCoderForCausalLM",

@@ -142,7 +142,7 @@ def _read(
     return read_model(
         fields,
         default_context=default_context,
-        attention=_read_attention(fields, rope, is_interleaved=is_interleaved),
+        attention=read_latent_attention(fields, rope, is_interleaved=is_interleaved),
         feed_forward=feed_forward,
         ropes=[rope] * num_layers_of(fields),
         context=min(context, rope.original_context) if rope.factors else scaled_context(fields, rope, context),
@@ -151,7 +151,8 @@ def _read(
     )
 
 
-def _read_attention(fields: ConfigFields, rope: RopeConfig, *, is_interleaved: bool) -> AttentionConfig:
+def read_latent_attention(fields: ConfigFields, rope: RopeConfig, *, is_interleaved: bool) -> AttentionConfig:
+    """Its sizes; a rope with ``mscale_all_dim`` makes scores larger."""
     num_heads = fields.integer("num_attention_heads")
     latent = LatentConfig(
         query_rank=fields.optional_integer("q_lora_rank") if "q_lora_rank" in fields.values else 1536,

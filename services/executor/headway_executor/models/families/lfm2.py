@@ -40,6 +40,7 @@ _NAMES3 = TensorNames(
     qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.gate_proj"),
     final_norm="model.embedding_norm",
     attention_norm="operator_norm",
+    in_transformers=(("self_attn.g_proj.", "self_attn.gate_proj."),),
     attention_post_norm="post_operator_norm",
     mlp_norm="ffn_norm",
     mlp_post_norm="post_ffn_norm",
