@@ -8,6 +8,7 @@ import msgspec
 
 from headway.flags.settings import ConfigurationError, ModelDirectoryError
 from headway.planning.model_source import DEMO_MODEL, DEMO_MODEL_DIRECTORY
+from headway_executor.models.config import ModelConfig
 from headway_lab.doctor.examination import Model, examine, with_measurements
 from headway_lab.doctor.rendering import text_of
 from headway_lab.simulate.model_shapes import MODEL_SHAPES, ModelShape
@@ -82,4 +83,19 @@ def _model_of(directory: str) -> Model:
         context_length=config.context,
         kv_numbers=config.num_kv_numbers or None,
     )
-    return Model(shape=shape, is_bfloat16=config.dtype == "bfloat16")
+    return Model(shape=_counted(shape, config), is_bfloat16=config.dtype == "bfloat16")
+
+
+def _counted(shape: ModelShape, config: ModelConfig) -> ModelShape:
+    """With the parameters of its layers, which torch's absence leaves out, as it does all measurements."""
+    try:
+        from headway_executor.models.parameter_counts import layer_parameters
+    except ModuleNotFoundError:
+        return shape
+    counted = layer_parameters(config)
+    return msgspec.structs.replace(
+        shape,
+        own_parameters=counted.of_all_tokens,
+        expert_parameters=counted.of_experts,
+        expert_share=counted.share,
+    )

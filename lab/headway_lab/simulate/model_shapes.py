@@ -13,7 +13,8 @@ _Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """A dense decoder with grouped queries and a gated MLP. ``kv_numbers``: of one token's keys and values, where layers differ
-    in these; None: all layers have ``num_kv_heads`` of ``head_dim``.
+    in these; None: all layers have ``num_kv_heads`` of ``head_dim``. ``own_parameters``: of all layers' weights without those of
+    experts, if layers are anything else; a token goes through an ``expert_share`` of ``expert_parameters``.
     """
 
     name: str
@@ -27,12 +28,22 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     context_length: Annotated[int, Meta(ge=2, le=1 << 24)]
     bytes_per_value: Annotated[int, Meta(ge=1, le=8)] = 2
     kv_numbers: _Count | None = None
+    own_parameters: Annotated[int, Meta(ge=0)] | None = None
+    expert_parameters: Annotated[int, Meta(ge=0)] = 0
+    expert_share: float = 1.0
 
     @property
     def num_layer_parameters(self) -> int:
         """Parameters of all layers' matrices."""
+        if self.own_parameters is not None:
+            return self.own_parameters + self.expert_parameters
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    def num_read_parameters(self, batch: int) -> int:
+        """Those of layers that some of ``batch`` tokens go through, if each chooses its experts by itself."""
+        unread = self.expert_parameters * (1 - self.expert_share) ** batch
+        return self.num_layer_parameters - int(unread)
 
     @property
     def num_head_parameters(self) -> int:

@@ -9,12 +9,16 @@ import sys
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from checkpoints import make_checkpoint
 from headway.__main__ import main
 from headway_executor.backend import BackendConfigError
 from headway_executor.host import host_report
 from headway_executor.memory import host_speed
 from headway_executor.memory.host_speed import DeviceSpeed, HostSpeed
+from headway_executor.models.families import read_model_config
+from headway_executor.models.parameter_counts import layer_parameters
 from headway_executor.startup import backend_report
 from headway_executor.startup.backend_report import BackendReport, backend_reports
 from headway_lab.doctor import command, examination, host
@@ -160,6 +164,33 @@ def test_many_rows_are_bound_by_arithmetic_where_it_is_slow():
     operations = 64 * (2 * parameters + 4 * 32 * 32 * 128 * 1024)
     assert step.step_ms == pytest.approx(1e3 * operations / 1e12)
     assert step.bound == "arithmetic"
+
+
+def test_of_experts_only_those_are_read_and_multiplied_that_tokens_choose():
+    shape = msgspec.structs.replace(SHAPE, own_parameters=10**9, expert_parameters=4 * 10**9, expert_share=0.25)
+    reading = StepDevice(name="cpu", bytes_per_s=1e12, flops=1e18, memory_bytes=0)
+    cache, head = 2 * 32 * 8 * 128 * 1024, SHAPE.num_head_parameters
+    for batch, experts in ((1, 10**9), (2, 1.75 * 10**9), (1000, 4 * 10**9)):
+        numbers = 10**9 + experts + head + batch * cache
+        assert expected_step(shape, reading, batch).step_ms == pytest.approx(1e3 * 2 * numbers / 1e12)
+    slow = msgspec.structs.replace(reading, flops=1e9)
+    operations = 2 * (2 * 10**9 + head) + 4 * 32 * 32 * 128 * 1024
+    assert expected_step(shape, slow, 64).step_ms == pytest.approx(1e3 * 64 * operations / 1e9)
+    little = msgspec.structs.replace(reading, memory_bytes=8 << 30)
+    assert not expected_step(shape, little, 1).fits
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "gemma4-keys", "laguna", "deepseek_v3", "qwen3_5_moe", "gpt2", "dbrx"])
+def test_layers_have_as_many_parameters_as_are_stored(tmp_path, name):
+    make_checkpoint(tmp_path, name)
+    config = read_model_config(tmp_path)
+    counted = layer_parameters(config)
+    prefix = config.names.layer.partition("{}")[0]
+    stored = load_file(tmp_path / "model.safetensors").items()
+    stored_in_layers = sum(tensor.numel() for tensor_name, tensor in stored if tensor_name.startswith(prefix))
+    assert counted.of_all_tokens + counted.of_experts == stored_in_layers
+    assert (counted.of_experts > 0) == (config.experts is not None)
+    assert 0 < counted.share <= 1
 
 
 def test_wider_numbers_take_longer_to_read():
