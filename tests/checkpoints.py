@@ -682,6 +682,15 @@ _KDA: dict[str, object] = {
     "moe_intermediate_size": 20,
 }
 
+_PARTS = ("full_attn", "linear_attn", "mlp")
+_MINIMAX: dict[str, object] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 12,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "block_size": 16,
+}
+
 _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], tie_word_embeddings=True),
     "lfm2-bias": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], conv_bias=True, conv_L_cache=4),
@@ -732,6 +741,12 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "bailing_hybrid": _named("BailingHybrid", head_dim=12, n_group=2, topk_group=1, **_KDA),
     "bailing_hybrid-soft": _named(
         "BailingHybrid", head_dim=12, n_group=1, topk_group=1, kda_safe_gate=False, short_conv_kernel_size=3, **_KDA
+    ),
+    "minimax": _named("MiniMax", **_MINIMAX),
+    "minimax-factors": _named(
+        "MiniMax",
+        **{f"{kind}_{part}_factor": factor for kind in _PARTS for part, factor in (("alpha", 3.5), ("beta", 0.8))},
+        **_MINIMAX,
     ),
     "nemotron_h": _named("NemotronH", **_NEMOTRON_H),
     "granitehybrid-experts": _named("GraniteMoeHybrid", num_local_experts=6, num_experts_per_tok=2, **_MAMBA),

@@ -14,13 +14,13 @@ class HeadNumbers(NamedTuple):
     ``skip`` times a value to the result, or None; all ``[heads]``. ``norm`` ``[norms, norm_dim]``: of heads, or of all channels;
     or None.
 
-    Where each channel of a key has a step, ``step_bias`` is ``[heads * key_dim]``. Where each channel of a value has one, there
+    Without ``step_bias`` there are no steps, and ``decay`` is the logarithm. Where each channel of a key has a step, ``step_bias`` is ``[heads * key_dim]``. Where each channel of a value has one, there
     are ``decay`` ``[key_dim, channels]`` and others ``[channels]``, and ``selection_norm`` ``[step_rank + 2 * key_dim]``, or
     None.
     """
 
     decay: Tensor
-    step_bias: Tensor
+    step_bias: Tensor | None
     skip: Tensor | None
     norm: Tensor | None
     selection_norm: Tensor | None = None

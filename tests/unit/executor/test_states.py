@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -223,6 +224,9 @@ def test_tokens_together_are_tokens_one_by_one(length, has_strengths):
         ("bailing_hybrid", "q_lora_rank", 16),
         ("bailing_hybrid", "kda_lower_bound", 0.5),
         ("bailing_hybrid", "attention_bias", True),
+        ("minimax", "mlp_alpha_factor", 2.0),
+        ("minimax", "hidden_act", "gelu"),
+        ("minimax", "rotary_dim", 6),
         ("jamba", "attn_layer_offset", 3),
         ("jamba", "expert_layer_period", 1),
         ("jamba", "sliding_window", 16),
@@ -297,6 +301,25 @@ def test_kimi_linear_as_it_is_published(tmp_path):
     path.write_text(json.dumps(values | {"linear_attn_config": section | {"kda_layers": [1, 2]}}))
     with pytest.raises(ModelFilesError, match="kda_layers"):
         read_model_config(tmp_path)
+
+
+def test_minimax_as_it_was_published_first(tmp_path):
+    make_model("minimax-factors").save_pretrained(tmp_path)
+    expected = read_model_config(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    del values["layer_types"]
+    for kind in ("full_attn", "linear_attn", "mlp"):
+        for part in ("alpha", "beta"):
+            first = f"layernorm_{kind.replace('attn', 'attention')}_{part}"
+            values[first] = values.pop(f"{kind}_{part}_factor")
+    values |= {"architectures": ["MiniMaxText01ForCausalLM"], "attn_type_list": [0, 1, 0], "rotary_dim": 12}
+    path.write_text(json.dumps(values))
+    assert msgspec.structs.replace(read_model_config(tmp_path), architecture=expected.architecture) == expected
+    for field, value in (("rotary_dim", 14), ("attn_type_list", [0, 2, 0]), ("postnorm", False)):
+        path.write_text(json.dumps(values | {field: value}))
+        with pytest.raises(ModelFilesError, match=field):
+            read_model_config(tmp_path)
 
 
 def test_blocks_without_keys_and_values_are_not_as_many_as_memory_would_hold(tmp_path):

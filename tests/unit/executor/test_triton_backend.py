@@ -91,6 +91,7 @@ REFUSED = dict.fromkeys(STATES, _STATE) | {
         ("nemotron_h", "mamba2", "mamba", "falcon_mamba"),
         f"{_STATE}, layers without attention or without a feed-forward",
     ),
+    **dict.fromkeys(("minimax", "minimax-factors"), f"{_STATE}, norms of sums"),
     "gemma4": _UNEVEN,
     "gemma4-keys": _UNEVEN,
     "gemma4-experts": _UNEVEN.replace(", layers", ", experts with norms of their own, layers"),

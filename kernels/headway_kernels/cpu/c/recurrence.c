@@ -78,8 +78,9 @@ static head_step step_of(const recurrence *of, float *inputs, int64_t head) {
     const int64_t key_head =
         of->keys_take_turns ? head % of->num_key_heads : head / (of->num_heads / of->num_key_heads);
     const int is_delta = of->kind == DELTA, by_channel = of->decays_channels != 0;
+    const int has_step = of->step_bias != NULL && !by_channel;
     float *steps = inputs + of->steps_at + head * (by_channel ? of->key_dim : 1);
-    const float step = by_channel ? 0.0f : soft_plus(*steps + of->step_bias[head]);
+    const float step = has_step ? soft_plus(*steps + of->step_bias[head]) : 1.0f;
     head_step now = {
         .query = inputs + key_head * of->key_dim,
         .key = inputs + keys + key_head * of->key_dim,
@@ -88,7 +89,7 @@ static head_step step_of(const recurrence *of, float *inputs, int64_t head) {
         .key_factor = 1.0f,
         .kept = expf(step * of->decay[head]),
         .written = step,
-        .skip = is_delta ? 0.0f : of->skip[head],
+        .skip = of->skip == NULL ? 0.0f : of->skip[head],
     };
     if (by_channel) {
         keep_channels(of, head, steps);

@@ -24,9 +24,10 @@ enum recurrence_kind { GATED_CONVOLUTION = 0, DELTA = 1, SELECTIVE = 2, SCANNED 
 #define MOST_TAPS 8
 
 /* `taps_of` [taps, channels], oldest first; `taps_bias` [channels] or NULL. Of each head: `decay`, `step_bias`, and
- * `skip`, or NULL; of SCANNED: `decay` [key_dim, channels], the others [channels], `selection_norm`
- * [step_rank + 2 key_dim], or NULL. `norm` [inner], over `norm_dim` each, or NULL. The states of rows: `past` [rows,
- * taps - 1, channels] inputs of the convolution, and `heads` [rows, num_heads, key_dim, value_dim]. */
+ * `skip`, or NULL. Without `step_bias` there are no steps, and `decay` is the logarithm of what stays. Of SCANNED:
+ * `decay` [key_dim, channels], the others [channels], `selection_norm` [step_rank + 2 key_dim], or NULL. `norm`
+ * [inner], over `norm_dim` each, or NULL. The states of rows: `past` [rows, taps - 1, channels] inputs of the
+ * convolution, and `heads` [rows, num_heads, key_dim, value_dim]. */
 typedef struct {
     int64_t kind;
     int64_t taps;

@@ -27,7 +27,7 @@ class NormConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All norms of a model; where they are is in its ``TensorNames``.
 
     ``offset`` is added to the weights; without ``has_weight`` they are 1. ``rounds_first``: the result is rounded before the
-    product with the weight.
+    product with the weight. ``embedding_eps``: of a norm of embeddings; None: as of others.
     """
 
     eps: float
@@ -36,6 +36,7 @@ class NormConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_weight: bool = True
     has_bias: bool = False
     rounds_first: bool = False
+    embedding_eps: float | None = None
 
 
 class Multipliers(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,10 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     say, a further product makes gates and steps; 0: they are among the inputs. ``decay_shape``: as the decays of heads are
     stored; empty: ``[heads]``.
 
+    With ``slopes``, "selective" has no steps: these are the logarithms of what stays in each head, and all of a value is
+    written; its inputs are queries, keys and values head by head in one tensor, and gates in another. Without names of a
+    ``convolution``, there is none but the activation behind it.
+
     "scanned" has values of one head, which keeps ``key_dim`` numbers for each channel. The convolved values give ``step_rank``
     numbers, a key and a query, and those numbers give a step for each channel. With ``selection_norm``, each of the three is
     normalised, "plain" without weights, by ``norm_eps``.
@@ -88,6 +93,7 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     decay_bound: float | None = None
     decay_shape: tuple[int, ...] = ()
     gate_rank: int = 0
+    slopes: tuple[float, ...] = ()
     is_cut_alike: bool = False
     has_bias: bool = False
     has_convolution_bias: bool = False
@@ -111,7 +117,7 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
         rest = {
             "gated": 2 * self.inner,
             "delta": (self.gate_rank or self.inner) + self.num_heads + (self.step_rank or self.num_steps),
-            "selective": self.inner + self.num_heads,
+            "selective": self.inner + self.num_steps,
             "scanned": self.inner,
         }
         return self.channels + rest[self.kind]
@@ -119,6 +125,8 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_steps(self) -> int:
         """Of a token, behind all products."""
+        if self.slopes:
+            return 0
         return self.inner if self.kind == "scanned" else self.num_heads * (self.key_dim if self.decays_channels else 1)
 
     @property
@@ -328,7 +336,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if layer.recurrence is not None and names.state_norms is not None:
             return names.state_norms
         before = (names.attention_norm, names.attention_post_norm) if layer.mixes else (None, None)
-        behind = (names.mlp_norm, names.mlp_post_norm) if layer.has_feed_forward else (None, None)
+        post = None if names.has_norms_of_next and index == self.num_layers - 1 else names.mlp_post_norm
+        behind = (names.mlp_norm, post) if layer.has_feed_forward else (None, None)
         return LayerNormNames(attention=before[0], attention_post=before[1], mlp=behind[0], mlp_post=behind[1])
 
     @property

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -52,10 +51,11 @@ def _changed(words: Tensor, norm: NormTensors | None, projection: Tensor | None,
     if norm is None:
         return words
     weight, wide = norm.weight.float(), words.float()
+    eps = config.eps if config.embedding_eps is None else config.embedding_eps
     if config.kind == "rms":
-        return functional.rms_norm(wide, weight.shape, weight, config.eps).to(words.dtype)
+        return functional.rms_norm(wide, weight.shape, weight, eps).to(words.dtype)
     bias = None if norm.bias is None else norm.bias.float()
-    return functional.layer_norm(wide, weight.shape, weight, bias, config.eps).to(words.dtype)
+    return functional.layer_norm(wide, weight.shape, weight, bias, eps).to(words.dtype)
 
 
 class ModelTensors:
@@ -133,7 +133,13 @@ class ModelTensors:
 
     def norms_of_layer(self, index: int) -> LayerNorms:
         """Those that the layer has."""
-        return LayerNorms(*(self.norm(index, name) for name in msgspec.structs.astuple(self._config.norms_of(index))))
+        names = self._config.norms_of(index)
+        return LayerNorms(
+            attention=self.norm(index, names.attention),
+            attention_post=self.norm(index, names.attention_post),
+            mlp=self.norm(index, names.mlp),
+            mlp_post=self.norm(index + self._names.has_norms_of_next, names.mlp_post),
+        )
 
     def layer_factor(self, index: int) -> Tensor | None:
         """``[1]``: what multiplies the hidden state behind a layer, or None."""

@@ -5,7 +5,8 @@ Owns: the states of rows, the computation of all kinds. Must not know: blocks, r
 All kinds begin with a causal convolution. "gated" multiplies its inputs and its results by gates (Liquid AI 2025, LFM2,
 arXiv 2511.23404). The others keep a matrix ``[key_dim, value_dim]`` for each head: the state shrinks, gets key times value
 added, and the query reads it. "delta" first takes from a value what the state already answers to its key (Gated DeltaNet,
-Yang et al. 2024, arXiv 2412.06464); "selective" does not (Mamba 2, Dao & Gu 2024, arXiv 2405.21060). "scanned" has a step for each channel and a decay for each number of
+Yang et al. 2024, arXiv 2412.06464); "selective" does not (Mamba 2, Dao & Gu 2024, arXiv 2405.21060; with a decay that is always the same Lightning Attention, Qin et al. 2024,
+arXiv 2401.04658). "scanned" has a step for each channel and a decay for each number of
 its state (Mamba, Gu & Dao 2023, arXiv 2312.00752), so its tokens go one by one. "delta" may have a decay for each channel of
 a key (Kimi Delta Attention, Kimi Team 2025, arXiv 2510.26692). Of all but "scanned", several tokens go
 together as these papers do it: within a part, what tokens do to each other is a triangular system.
@@ -134,6 +135,7 @@ class Recurrence:
         """The same; products take all tokens at once."""
         numbers, dtype = self.numbers, inputs.dtype
         assert numbers is not None
+        assert numbers.step_bias is not None
         assert numbers.skip is not None
         assert self.selection is not None
         assert self.steps is not None
@@ -181,6 +183,10 @@ class Recurrence:
         queries, keys_, values = torch.split(convolved, [keys, keys, config.inner], -1)
         queries, keys_ = (self._of_all_heads(part) for part in (queries, keys_))
         values = values.reshape(*values.shape[:-1], config.num_heads, config.value_dim)
+        if numbers.step_bias is None:
+            decays = numbers.decay[:, None].expand(len(values), -1, values.shape[1])
+            results, state = scan(queries, keys_, values.transpose(1, 2), decays, None, state)
+            return results.transpose(1, 2), state
         biased = of_heads[..., -config.num_steps :] + numbers.step_bias
         if config.kind == "selective":
             assert numbers.skip is not None

@@ -43,8 +43,9 @@ def recurrent_shapes(config: RecurrenceConfig, hidden: int) -> Iterator[tuple[st
 
 def _shapes_of_heads(config: RecurrenceConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     names = config.names
-    yield names.decay, config.decay_shape or (config.num_heads,)
-    yield names.step_bias, (config.num_steps,)
+    if not config.slopes:
+        yield names.decay, config.decay_shape or (config.num_heads,)
+        yield names.step_bias, (config.num_steps,)
     if names.skip:
         yield names.skip, (config.num_heads,)
     if config.gate_rank:
@@ -69,6 +70,8 @@ def _scanned_shapes(config: RecurrenceConfig) -> Iterator[tuple[str, tuple[int, 
 def _convolution_widths(config: RecurrenceConfig) -> tuple[int, ...]:
     """Channels of each tensor of the convolution."""
     count = len(config.names.convolution)
+    if not count:
+        return ()
     if count == 1 or config.is_cut_alike:
         return (config.channels // count,) * count
     keys = config.num_key_heads * config.key_dim
@@ -77,6 +80,8 @@ def _convolution_widths(config: RecurrenceConfig) -> tuple[int, ...]:
 
 def _input_widths(config: RecurrenceConfig) -> tuple[int, ...]:
     """Outputs of each tensor of inputs."""
+    if config.slopes:
+        return config.channels, config.inner
     if config.kind != "delta":
         return (config.num_inputs,)
     if len(config.names.inputs) == _BY_KEY_HEAD:
@@ -115,6 +120,8 @@ class RecurrentTensors:
     def convolution(self) -> Convolution:
         """Of the channels in their order here."""
         names, bias = self._config.names.convolution, None
+        if not names:
+            return Convolution(torch.ones(self._config.channels, 1), None)
         taps = torch.cat([self._read(f"{name}.weight").squeeze(1) for name in names])
         if self._config.has_convolution_bias:
             bias = self._values_last(torch.cat([self._read(f"{name}.bias") for name in names]))
@@ -137,6 +144,8 @@ class RecurrentTensors:
                 norm=None,
                 selection_norm=self._selection_norm(),
             )
+        if config.slopes:
+            return HeadNumbers(decay=torch.tensor(config.slopes), step_bias=None, skip=None, norm=norm)
         return HeadNumbers(
             decay=-self._read(names.decay).float().flatten().exp(),
             step_bias=self._read(names.step_bias).float(),
@@ -171,6 +180,9 @@ class RecurrentTensors:
             return torch.cat([values, before, behind])
         if config.kind == "scanned":
             return stored[0]
+        if config.slopes:
+            by_head = stored[0].view(config.num_heads, 3, config.value_dim, *stored[0].shape[1:])
+            return torch.cat([*(part.flatten(0, 1) for part in by_head.unbind(1)), stored[1]])
         if config.kind == "selective":
             keys = config.num_key_heads * config.key_dim
             parts = torch.split(stored[0], [config.inner, config.inner, keys, keys, config.num_heads])

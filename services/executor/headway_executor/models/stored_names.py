@@ -260,7 +260,7 @@ def _cut_as_stored(config: ModelConfig, stored: StoredSource) -> ModelConfig:
 
     def cut(index: int, layer: LayerConfig) -> LayerConfig:
         state = layer.recurrence
-        if state is None or len(state.names.convolution) == 1:
+        if state is None or len(state.names.convolution) <= 1:
             return layer
         name = f"{config.names.layer.format(index)}{state.names.convolution[0]}.weight"
         is_alike = name in stored and len(stored.read(name)) * len(state.names.convolution) == state.channels

@@ -92,7 +92,8 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     which the stored names tell. ``state_norms``: of layers with a state, if others than those of other layers. ``renamed``:
     norms of layers that may be stored under another name, and that name. ``in_transformers``: beginnings of names behind
     ``layer`` as modules of transformers have them, and as they are here; the first that fits counts. A dense feed-forward may
-    be stored where experts are, behind ``other_feed_forward`` in place of what is before the last dot.
+    be stored where experts are, behind ``other_feed_forward`` in place of what is before the last dot. With
+    ``has_norms_of_next``, the norm behind a feed-forward is in the layer after it, and the last layer has none.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -123,6 +124,7 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     renamed: tuple[tuple[str, str], ...] = ()
     in_transformers: tuple[tuple[str, str], ...] = ()
     other_feed_forward: str | None = None
+    has_norms_of_next: bool = False
     layer_factor: str | None = None
     ignored: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     is_part: bool = False

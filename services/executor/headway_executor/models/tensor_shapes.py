@@ -83,7 +83,8 @@ def _layer_tensors(config: ModelConfig, index: int) -> _Shapes:
     if layer.has_feed_forward:
         yield from _feed_forward_tensors(config, layer.feed_forward)
     # A set: one norm may stand in two places.
-    for name in {*msgspec.structs.astuple(config.norms_of(index))} - {None}:
+    of_others = {config.names.mlp_post_norm} if config.names.has_norms_of_next else set()
+    for name in {*msgspec.structs.astuple(config.norms_of(index)), *of_others} - {None}:
         yield from _norm_tensors(config, str(name))
     if config.names.layer_factor is not None:
         yield config.names.layer_factor, (1,)

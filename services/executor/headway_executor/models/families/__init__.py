@@ -67,6 +67,7 @@ from headway_executor.models.families.llama4 import read_llama4
 from headway_executor.models.families.mamba1 import read_falcon_mamba, read_mamba
 from headway_executor.models.families.mamba2 import read_mamba2
 from headway_executor.models.families.mimo import read_mimo_v2_flash
+from headway_executor.models.families.minimax import read_minimax, read_minimax_text_01
 from headway_executor.models.families.mistral import read_ministral, read_ministral3, read_mistral
 from headway_executor.models.families.mixtures import (
     read_dots1,
@@ -168,7 +169,10 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "MellumForCausalLM": read_mellum,
     "MiMoV2FlashForCausalLM": read_mimo_v2_flash,
     "MiniCPM3ForCausalLM": read_minicpm3,
+    "MiniMaxForCausalLM": read_minimax,
+    "MiniMaxM1ForCausalLM": read_minimax_text_01,
     "MiniMaxM2ForCausalLM": read_minimax_m2,
+    "MiniMaxText01ForCausalLM": read_minimax_text_01,
     "Ministral3ForCausalLM": read_ministral3,
     "MinistralForCausalLM": read_ministral,
     "Mistral4ForCausalLM": read_mistral4,
@@ -231,7 +235,9 @@ _KNOWN_CODE = frozenset(
         "modeling_mimo_v2_flash.MiMoV2FlashForCausalLM",
         "modeling_laguna.LagunaForCausalLM",
         "modeling_internvl_chat.InternVLChatModel",
+        "modeling_minimax_m1.MiniMaxM1ForCausalLM",
         "modeling_minimax_m2.MiniMaxM2ForCausalLM",
+        "modeling_minimax_text_01.MiniMaxText01ForCausalLM",
         "modeling_nemotron_h.NemotronHForCausalLM",
     }
 )
