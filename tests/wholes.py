@@ -215,6 +215,43 @@ _WHOLES["kimi_k25"] = (
         first_k_dense_replace=1,
     ),
 )
+_WHOLES["step3p7"] = (
+    "Step3p7",
+    {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 56,
+        "patch_size": 14,
+    },
+    _text(
+        "step3p5",
+        head_dim=16,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        moe_router_scaling_factor=1.5,
+        share_expert_dim=24,
+        num_sliding_attention_heads=6,
+        query_pre_attn_scalar=24,
+        sliding_window=20,
+        num_hidden_layers=4,
+        layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        swiglu_limits=[0.0, 0.5, None, None],
+        swiglu_limits_shared=[0.7, None, 0.4, None],
+        rope_theta=[10_000.0, 20_000.0] * 2,
+        partial_rotary_factors=[0.5, 1.0] * 2,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 2.0,
+            "original_max_position_embeddings": 64,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 32.0,
+        },
+        pad_token_id=0,
+    ),
+)
 WHOLES = tuple(_WHOLES)
 """Names that ``make_whole`` knows."""
 

@@ -49,6 +49,7 @@ class _ExpertLayerStruct(ctypes.Structure):
         ("gate_up", ctypes.c_void_p),
         ("down", ctypes.c_void_p),
         ("norms", ctypes.c_void_p * 6),
+        ("limits", ctypes.c_void_p),
     )
 
 
@@ -69,7 +70,8 @@ class PackedExperts:
     ``router`` has an output for each expert of ``routing``; with ``has_gate`` one more, whose sigmoid weighs the shared
     expert. ``experts``: what ``packed_expert`` gives for each; one more than in ``routing`` is shared by all tokens.
     ``correction`` float32: see ``choose_experts``. A rank of several has the columns of the activations from
-    ``inner_start`` on, of the shared expert from ``shared_start`` on.
+    ``inner_start`` on, of the shared expert from ``shared_start`` on. ``limits`` ``[2]``, float32: with LIMITED_SILU, that of
+    chosen experts and of the shared one.
     """
 
     def __init__(
@@ -86,13 +88,14 @@ class PackedExperts:
         inner_start: int = 0,
         shared_start: int = 0,
         norms: ExpertNorms | None = None,
+        limits: Tensor | None = None,
     ) -> None:
         self.activation = activation
         self.num_chosen = routing.num_chosen
         self.inner_size = max(experts[0][1].inputs, experts[-1][1].inputs)
         """Columns of the activations of the widest expert."""
         self._library = library
-        self._kept = (router, tuple(experts), correction, norms)
+        self._kept = (router, tuple(experts), correction, norms, limits)
         _join(library, [product for pair in experts for product in pair])
         self._arrays = [(ctypes.c_void_p * len(experts))(*(pair[i].handle for pair in experts)) for i in range(2)]
         self.struct = _ExpertLayerStruct(
@@ -107,6 +110,7 @@ class PackedExperts:
             gate_up=ctypes.addressof(self._arrays[0]),
             down=ctypes.addressof(self._arrays[1]),
             norms=(ctypes.c_void_p * 6)(*(() if norms is None else map(address, norms))),
+            limits=address(limits),
         )
 
     def __call__(self, team: Team, hidden: Tensor, norm: Tensor, norm_eps: float) -> Tensor:

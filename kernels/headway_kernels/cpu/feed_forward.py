@@ -23,11 +23,12 @@ class Activation(IntEnum):
     RELU2 = 4
     CLAMPED_SWISH = 5
     XIELU = 6
+    LIMITED_SILU = 7
 
 
 class DenseFeedForward(NamedTuple):
     """``gate_up`` is packed with ``gated`` where ``activates_in_product``; else it gives gates, then ups, or ups alone.
-    ``curve`` ``[3]``, float32, contiguous, on the CPU: of XIELU, see ``cpu/rows.h``.
+    ``curve`` ``[3]``, float32, contiguous, on the CPU: of XIELU, or ``[1]``, of LIMITED_SILU; see ``cpu/rows.h``.
     """
 
     gate_up: PackedLinear

@@ -4,6 +4,7 @@ import json
 import random
 import re
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -111,6 +112,73 @@ def test_ranks_share_experts_in_one_tensor(tmp_path, form, turned):
     backend = InlineGroup(tensor_parallel=2)
     assert tokens(tmp_path, backend=backend, options=options) == expected
     backend.close()
+
+
+@pytest.mark.parametrize("form", ["exact", "fast"])
+def test_ranks_share_experts_in_three_stacks(tmp_path, form):
+    expected = expected_of(make_whole(tmp_path, "step3p7"))
+    backend = InlineGroup(tensor_parallel=2)
+    options = {"kernels": "eager", "tensor_parallel_form": form}
+    assert tokens(tmp_path, backend=backend, options=options) == expected
+    backend.close()
+
+
+def test_step_is_read_as_it_was_published(tmp_path):
+    """Before transformers had it: as a text alone, with a list for what differs by layer, also of one behind the last."""
+    make_whole(tmp_path, "step3p7")
+    newer = read_model_config(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    renamed = {
+        "num_key_value_heads": "num_attention_groups",
+        "n_routed_experts": "moe_num_experts",
+        "num_experts_per_tok": "moe_top_k",
+        "share_expert_dim": "share_expert_dims",
+    }
+    gone = {"num_sliding_attention_heads", "per_layer_config", "mlp_layer_types", "rope_parameters"}
+    rope = text["rope_parameters"]["full_attention"]
+    older = {renamed.get(field, field): value for field, value in text.items() if field not in gone}
+    older |= {
+        "architectures": ["Step3p5ForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_step3p5.Step3p5ForCausalLM"},
+        "num_nextn_predict_layers": 1,
+        "layer_types": [*text["layer_types"], "sliding_attention"],
+        "swiglu_limits": [*text["swiglu_limits"], 0.0],
+        "rope_theta": [10_000.0, 20_000.0] * 2 + [20_000.0],
+        "partial_rotary_factors": [0.5, 1.0] * 2 + [1.0],
+        "rope_scaling": {field: value for field, value in rope.items() if field != "rope_theta"},
+        "yarn_only_types": ["full_attention"],
+        "moe_layers_enum": "1,2,3",
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": 6,
+            "num_attention_groups": 2,
+            "head_dim": 16,
+            "true_head_dim": 16,
+        },
+        "use_head_wise_attn_gate": True,
+        "zero_centered": True,
+    }
+
+    def read(**changes):
+        (tmp_path / "config.json").write_text(json.dumps(older | changes))
+        return read_model_config(tmp_path)
+
+    names = msgspec.structs.replace(newer.names, is_part=False, ignored_layers=1)
+    assert read() == msgspec.structs.replace(newer, architecture="Step3p5ForCausalLM", names=names, dtype=read().dtype)
+    for field, other in (
+        ("zero_centered", False),
+        ("use_rope_layers", [0]),
+        ("mlp_bias", True),
+        ("swiglu_limits", [1.0]),
+        ("rope_theta", [1.0, 2.0, 3.0, 4.0]),
+        ("moe_layers_enum", "1,two"),
+        ("hidden_act", "gelu"),
+        ("per_layer_config", {"1": {"num_attention_heads": 8}}),
+    ):
+        with pytest.raises(ModelFilesError, match=rf"^config\.json: {field} "):
+            read(**{field: other})
+    with pytest.raises(ModelFilesError, match=r"attention_other_setting: head_dim 8 is not supported"):
+        read(attention_other_setting={"head_dim": 8})
 
 
 def turn_experts(directory):

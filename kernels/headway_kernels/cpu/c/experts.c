@@ -256,7 +256,8 @@ static void activate_task(void *work, int64_t pair) {
     const expert_layer *layer = now->layer;
     const int is_shared = pair >= now->num_tokens * layer->choose.num_chosen; /* these come last */
     const linear *gate_up = layer->gate_up[is_shared ? layer->choose.num_experts : 0];
-    activate_row((enum activation)layer->activation, layer->is_gated != 0, NULL,
+    const float *limit = layer->activation == LIMITED_SILU ? layer->limits + is_shared : NULL;
+    activate_row((enum activation)layer->activation, layer->is_gated != 0, limit,
                  space->gate_up + pair * 2 * widest_inner(layer), gate_up->outputs / (layer->is_gated ? 2 : 1),
                  activations_of(now, pair) + (is_shared ? layer->shared_start : layer->inner_start));
 }

@@ -69,6 +69,7 @@ typedef struct {
     const linear *const *gate_up;
     const linear *const *down;
     expert_norms norms;
+    const float *limits; /* [2], with LIMITED_SILU: of chosen experts, and of the shared one */
 } expert_layer;
 
 /* What a rank of several shares with the others: activations of pairs, and those of the shared expert by token, both in

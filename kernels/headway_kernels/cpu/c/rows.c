@@ -102,12 +102,14 @@ INLINE vec activated(const enum activation kind, const float *curve, vec x) {
     case GELU_TANH: return gelu_tanh(x);
     case RELU: return larger(x, (vec){0});
     case CLAMPED_SWISH: return silu(at_most(x, SWISH_LIMIT) * SWISH_FACTOR) / SWISH_FACTOR;
+    case LIMITED_SILU: return at_most(silu(x), curve[0]);
     case XIELU: return choose(x > 0.0f, curve[0] * x * x, curve[1] * exponential_above_line(x)) + curve[2] * x;
     default: x = larger(x, (vec){0}); return x * x;
     }
 }
 
-INLINE vec up_of(const enum activation kind, vec x) {
+INLINE vec up_of(const enum activation kind, const float *curve, vec x) {
+    if (kind == LIMITED_SILU) return -at_most(-at_most(x, curve[0]), curve[0]);
     return kind == CLAMPED_SWISH ? 1.0f - at_most(-at_most(x, SWISH_LIMIT), SWISH_LIMIT) : x;
 }
 
@@ -116,7 +118,7 @@ INLINE void activate(const enum activation kind, int gated, const float *curve, 
     for (int64_t i = 0; i < width; i += LANES) {
         int64_t count = width - i < LANES ? width - i : LANES;
         vec result = activated(kind, curve, load_some(row + i, count));
-        if (gated) result *= up_of(kind, load_some(row + width + i, count));
+        if (gated) result *= up_of(kind, curve, load_some(row + width + i, count));
         store_some(out + i, result, count);
     }
 }
@@ -128,6 +130,7 @@ void activate_row(enum activation kind, int gated, const float *curve, const flo
     case GELU_TANH: activate(GELU_TANH, gated, curve, row, width, out); break;
     case RELU: activate(RELU, gated, curve, row, width, out); break;
     case CLAMPED_SWISH: activate(CLAMPED_SWISH, gated, curve, row, width, out); break;
+    case LIMITED_SILU: activate(LIMITED_SILU, gated, curve, row, width, out); break;
     case XIELU: activate(XIELU, gated, curve, row, width, out); break;
     default: activate(RELU2, gated, curve, row, width, out);
     }

@@ -19,7 +19,16 @@ typedef struct {
     const float *bias;
 } norm_weights;
 
-enum activation { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, CLAMPED_SWISH = 5, XIELU = 6 };
+enum activation {
+    SILU = 0,
+    GELU = 1,
+    GELU_TANH = 2,
+    RELU = 3,
+    RELU2 = 4,
+    CLAMPED_SWISH = 5,
+    XIELU = 6,
+    LIMITED_SILU = 7
+};
 
 /* RMS norms (Zhang & Sennrich 2019, arXiv 1910.07467), layer norms (Ba et al. 2016, arXiv 1607.06450). `out` may be
  * `row`. */
@@ -51,7 +60,8 @@ void add_row(float *to, const float *row, int64_t width, float factor);
 
 /* out [width] = activation(row); if gated, activation(row [width]) * (row + width) [width]. CLAMPED_SWISH (gpt-oss,
  * OpenAI 2025, arXiv 2508.10925) bounds gates from above by 7 and ups on both sides, and adds 1 to ups. XIELU (Huang &
- * Schlag 2024, arXiv 2411.13010) has a `curve` [3], a, b and c: above 0, a x^2 + c x, below, b (e^x - 1 - x) + c x. */
+ * Schlag 2024, arXiv 2411.13010) has a `curve` [3], a, b and c: above 0, a x^2 + c x, below, b (e^x - 1 - x) + c x. The
+ * `curve` [1] of LIMITED_SILU bounds what it gives from above, and ups on both sides. */
 void activate_row(enum activation kind, int gated, const float *curve, const float *row, int64_t width, float *out);
 
 /* Bound a row on both sides. NaN stays. */

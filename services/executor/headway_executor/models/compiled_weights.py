@@ -58,6 +58,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "relu2": Activation.RELU2,
         "clamped_swish": Activation.CLAMPED_SWISH,
         "xielu": Activation.XIELU,
+        "limited_silu": Activation.LIMITED_SILU,
     }
 )
 STATE_KINDS: Mapping[str, StateKind] = MappingProxyType(
@@ -245,7 +246,8 @@ class WeightLoader:
         parts = self._coded.read(lambda read: read.gate_up(index)) or _stacked(*self._tensors.gate_up_parts(index))
         gate_up = self._linear(*parts, gated=in_product)
         down = self.projection(lambda read: read.down(index))
-        return DenseFeedForward(gate_up, down, activation, feed.is_gated, self._tensors.curve(index))
+        curve = torch.tensor([feed.limit]) if feed.activation == "limited_silu" else self._tensors.curve(index)
+        return DenseFeedForward(gate_up, down, activation, feed.is_gated, curve)
 
     def _experts(self, index: int, feed: FeedForwardConfig, config: ExpertsConfig) -> PackedExperts:
         """Experts are packed one by one: their weights are many times those of a dense layer."""
@@ -288,6 +290,7 @@ class WeightLoader:
             inner_start=own.start,
             shared_start=own_of_shared.start,
             norms=None if norms is None else _norms_of_experts(norms),
+            limits=torch.tensor([feed.limit, config.shared_limit]),
         )
 
     def projection(self, read: Projection, *, gated: bool = False) -> PackedLinear:

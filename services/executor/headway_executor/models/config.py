@@ -3,6 +3,7 @@
 Owns: ``ModelConfig`` and its parts. Must not know: files, tensors, who computes.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
@@ -18,8 +19,8 @@ from headway_executor.models.tensor_names import (
 )
 from headway_kernels.routing import Routing
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish", "xielu"]
-Stacking: TypeAlias = Literal["pairs", "halves", "rows", "matrices"]
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish", "xielu", "limited_silu"]
+Stacking: TypeAlias = Literal["pairs", "halves", "rows", "matrices", "apart"]
 RecurrenceKind: TypeAlias = Literal["gated", "delta", "selective", "scanned"]
 
 
@@ -146,8 +147,10 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     With a ``stack``, one tensor holds all experts: "pairs", each gate beside its up, inputs before outputs; "halves", all
     gates before all ups, inputs before outputs; or "rows", the same with outputs before inputs. "matrices": gates, ups and
-    ways back are a tensor each, with the rows of expert after expert, and inputs before outputs on the way back. ``has_correction_row``:
-    the correction is stored as a matrix of one row. ``halves_shared``: half of what the shared expert gives counts.
+    ways back are a tensor each, with the rows of expert after expert, and inputs before outputs on the way back. "apart": three
+    stacks of matrices, outputs before inputs. ``has_correction_row``:
+    the correction is stored as a matrix of one row. ``halves_shared``: half of what the shared expert gives counts. ``shared_limit``: its own,
+    as ``FeedForwardConfig.limit``.
     """
 
     routing: Routing
@@ -157,6 +160,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     stack: Stacking | None = None
     has_correction_row: bool = False
     halves_shared: bool = False
+    shared_limit: float = math.inf
     names: ExpertNames = ExpertNames()
 
     @property
@@ -169,11 +173,12 @@ class FeedForwardConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``down(activation(gate) * up)``, or ``down(activation(up))`` if it is not gated; of ``experts``, each is such.
 
     "clamped_swish" bounds gates and ups, and adds 1 to ups: see ``cpu/rows.h``. "xielu" has numbers of its own in each layer,
-    behind ``TensorNames.curve``. An ``intermediate_size`` of 0: there is none.
+    behind ``TensorNames.curve``. ``limit`` bounds what "limited_silu" gives from above, and ups on both sides. An ``intermediate_size`` of 0: there is none.
     """
 
     intermediate_size: int
     activation: Activation = "silu"
+    limit: float = math.inf
     is_gated: bool = True
     has_bias: bool = False
     experts: ExpertsConfig | None = None

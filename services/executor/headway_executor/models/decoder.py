@@ -5,6 +5,7 @@ Owns: the forward pass. Must not know: paging, the use of logits.
 Rotated pairs of channels lie side by side (see ``rope``).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -251,13 +252,14 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """``up`` gives gates, then ups, if it ``is_gated``. ``curve``: of "xielu"."""
+    """``up`` gives gates, then ups, if it ``is_gated``. ``curve``: of "xielu"; ``limit``: see ``FeedForwardConfig``."""
 
     up: Product
     activation: Activation
     is_gated: bool
     down: Product
     curve: Tensor | None = None
+    limit: float = math.inf
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """``[tokens, hidden] -> [tokens, hidden]``."""
@@ -270,6 +272,8 @@ class FeedForward:
         if not self.is_gated:
             return ACTIVATIONS[self.activation](self.up(inputs))
         gate, up = self.up(inputs).chunk(2, dim=1)
+        if self.activation == "limited_silu":
+            return functional.silu(gate).clamp_(max=self.limit).mul_(up.clamp(-self.limit, self.limit))
         if self.activation == "clamped_swish":
             up = up.clamp(-_SWISH_LIMIT, _SWISH_LIMIT) + 1
         return ACTIVATIONS[self.activation](gate).mul_(up)

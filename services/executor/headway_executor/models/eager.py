@@ -379,6 +379,7 @@ class _Loader:
             is_gated=feed.is_gated,
             down=self._back(self._adapted(self._linear(*self.tensors.down(index)), place, AdapterSite.DOWN), inner),
             curve=None if curve is None else placed(curve, self._dtype, self._device),
+            limit=feed.limit,
         )
 
     def _experts(self, place: int, tensors: ExpertTensors, feed: FeedForwardConfig, config: ExpertsConfig) -> Experts:
@@ -396,7 +397,9 @@ class _Loader:
         made = Experts(
             routing=config.routing,
             router=self._adapted(self._linear(*tensors.router()), place, AdapterSite.ROUTER),
-            experts=tuple(FeedForward(up, feed.activation, feed.is_gated, down) for up, down in products),
+            experts=tuple(
+                FeedForward(up, feed.activation, feed.is_gated, down, limit=feed.limit) for up, down in products
+            ),
             between=partial(between.gather, cut=part.inner(feed.intermediate_size)),
             behind=self._mates.add_up if part.is_fast else partial(self._mates.gather, cut=part.hidden),
             correction=None if correction is None else self._wide(correction),
@@ -424,7 +427,8 @@ class _Loader:
 
     def _shared(self, place: int, expert: Expert, feed: FeedForwardConfig, config: ExpertsConfig) -> FeedForward:
         up, down = self._of_expert(place, expert, None)
-        return FeedForward(up, feed.activation, feed.is_gated, self._back(down, self.part.inner(config.shared_size)))
+        back = self._back(down, self.part.inner(config.shared_size))
+        return FeedForward(up, feed.activation, feed.is_gated, back, limit=config.shared_limit)
 
     def _of_expert(self, place: int, expert: Expert, number: int | None) -> tuple[Product, Product]:
         """The products to and from an expert; ``number`` None: the shared one."""

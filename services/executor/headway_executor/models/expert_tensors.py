@@ -61,6 +61,11 @@ def _stacks(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -> Shap
     if config.stack == "matrices":
         yield from ((name, (count * inner, hidden)) for name in stacked_names(config.names))
         return
+    if config.stack == "apart":
+        *ways, back = stacked_names(config.names)
+        yield from ((name, (count, inner, hidden)) for name in ways)
+        yield back, (count, hidden, inner)
+        return
     gate_up, down = stacked_names(config.names)
     yield gate_up, (count, hidden, 2 * inner) if is_turned else (count, 2 * inner, hidden)
     yield down, (count, inner, hidden) if is_turned else (count, hidden, inner)
@@ -154,6 +159,8 @@ class ExpertTensors:
         inner, _ = self._own(number)
         if self._config.stack == "matrices" and number is not None:
             return torch.cat([self._matrix(name, number, inner) for name in self._stacks[:-1]]), None
+        if self._config.stack == "apart" and number is not None:
+            return torch.cat([self._of_stack(name, number, inner) for name in self._stacks[:-1]]), None
         if self._config.stack == "pairs" and number is not None:
             pairs = None if inner is None else range(2 * inner.start, 2 * inner.stop)
             bias = self._stacked_bias(self._gate_up, number, pairs)
@@ -175,11 +182,18 @@ class ExpertTensors:
         _, (outputs, inputs) = self._own(number)
         if self._config.stack == "matrices" and number is not None:
             return self._matrix(self._down, number, inputs, outputs).t(), None
+        if self._config.stack == "apart" and number is not None:
+            return self._of_stack(self._down, number, outputs, inputs), None
         if self._config.stack is not None and number is not None:
             bias = self._stacked_bias(self._down, number, outputs) if self._adds_bias else None
             return self._stacked(self._down, number, outputs, inputs), bias
         name = self._names.down if number is not None else self._names.shared_down
         return self._read(f"{self._prefix(number)}{name}.weight", outputs, inputs), None
+
+    def _of_stack(self, name: str, number: int, rows: range | None, columns: range | None = None) -> Tensor:
+        """Some rows of one expert, in a stack of its own kind."""
+        of_one = self._read(name, range(number, number + 1), columns)[0]
+        return of_one if rows is None else of_one[rows.start : rows.stop]
 
     def _matrix(self, name: str, number: int, rows: range | None, columns: range | None = None) -> Tensor:
         """Some rows of one expert, in the tensor of all of them."""

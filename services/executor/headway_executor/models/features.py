@@ -40,6 +40,7 @@ class Feature(StrEnum):
     GATES = "gates behind attention"
     CLIP = "bounds of queries, keys and values"
     SOFTPLUS_GATES = "gates by softplus"
+    LIMIT = "activations with a limit"
     CURVE = "activations with numbers of their own"
     POSITIONS = "a table of positions"
     ALIBI = "scores that fall with distance (ALiBi)"
@@ -103,6 +104,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.GATES: attention.gates != "none",
         Feature.SOFTPLUS_GATES: attention.gates != "none" and attention.gate_kind == "softplus",
         Feature.CLIP: attention.clip is not None,
+        Feature.LIMIT: any(feed.activation == "limited_silu" for feed in feeds),
         Feature.CURVE: any(feed.activation == "xielu" for feed in feeds),
         Feature.POSITIONS: names.positions is not None or config.has_sinusoids,
         Feature.ALIBI: attention.alibi is not None,

@@ -100,6 +100,7 @@ from headway_executor.models.families.reading import (
 from headway_executor.models.families.smollm import read_smollm3
 from headway_executor.models.families.stablelm import read_jais2, read_nemotron, read_stablelm
 from headway_executor.models.families.starcoder import read_starcoder2
+from headway_executor.models.families.step import read_step
 from headway_executor.models.families.text_part import text_part_of
 
 FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
@@ -204,6 +205,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "SmolLM3ForCausalLM": read_smollm3,
     "SolarOpenForCausalLM": read_solar_open,
     "StableLmForCausalLM": read_stablelm,
+    "Step3p5ForCausalLM": read_step,
     "Starcoder2ForCausalLM": read_starcoder2,
     "XGLMForCausalLM": read_xglm,
     "VaultGemmaForCausalLM": read_vaultgemma,
@@ -234,6 +236,8 @@ _KNOWN_CODE = frozenset(
         "modeling_kimi_k25.KimiK25ForConditionalGeneration",
         "modeling_mimo_v2_flash.MiMoV2FlashForCausalLM",
         "modeling_laguna.LagunaForCausalLM",
+        "modeling_step3p5.Step3p5ForCausalLM",
+        "modeling_step3p7.Step3p7ForConditionalGeneration",
         "modeling_internvl_chat.InternVLChatModel",
         "modeling_minimax_m1.MiniMaxM1ForCausalLM",
         "modeling_minimax_m2.MiniMaxM2ForCausalLM",

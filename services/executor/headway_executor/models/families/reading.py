@@ -201,6 +201,11 @@ def kinds_of(fields: ConfigFields, default: Sequence[str], allowed: Sequence[str
     kinds = fields.values.get("layer_types")
     if kinds is None:
         return list(default)
+    further = fields.integer("num_nextn_predict_layers", 0, low=0)
+    if (
+        isinstance(kinds, list) and len(kinds) == len(default) + further
+    ):  # Some files tell of layers that nothing reads, too.
+        kinds = kinds[: len(default)]
     if not isinstance(kinds, list) or len(kinds) != len(default) or any(kind not in allowed for kind in kinds):
         raise fields.refuse("layer_types", f"a list of {len(default)} names, each {' or '.join(allowed)}")
     return kinds

@@ -93,6 +93,7 @@ _GLM4V_MOE = _Text(
     has_sections=True,
 )
 
+_STEP = {"vocab_size": 128_815, "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64}
 _KIMI = _Text("DeepseekV3ForCausalLM", {_TIED: True})
 
 _TEXTS = {
@@ -153,6 +154,7 @@ _OWN = {
     "Qwen3VL": _Text("Qwen3ForCausalLM", _QWEN3_VL, _NO_WINDOW, has_sections=True),
     "Qwen3_5": _Text("Qwen3_5ForCausalLM", _QWEN3_5, has_sections=True),
     "Qwen3_5Moe": _Text("Qwen3_5MoeForCausalLM", _QWEN3_5_MOE, has_sections=True),
+    "Step3p7": _Text("Step3p5ForCausalLM", _STEP),
     "Qwen3VLMoe": _Text("Qwen3MoeForCausalLM", _QWEN3_VL_MOE, _NO_WINDOW | {"norm_topk_prob": True}, has_sections=True),
 }
 """Wholes with a text of their own."""
