@@ -238,6 +238,7 @@ def test_tokens_together_are_tokens_one_by_one(length, has_strengths):
         ("nemotron_h", "mlp_bias", True),
         ("nemotron_h", "mamba_proj_bias", True),
         ("nemotron_h", "n_shared_experts", 2),
+        ("nemotron_h", "mamba_dt_limit", [0.001, 0.1]),
         ("nemotron_h", "n_groups", 4),
         ("nemotron_h", "mamba_hidden_act", "relu"),
         ("qwen3_5", "linear_num_value_heads", 3),

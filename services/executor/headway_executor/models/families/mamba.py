@@ -27,9 +27,10 @@ def names_behind(prefix: str, *, has_norm: bool = True) -> RecurrenceNames:
 
 
 def refuse_bounds_of_steps(fields: ConfigFields) -> None:
-    """``time_step_limit``; ``time_step_min`` and its like are of training."""
-    if fields.values.get("time_step_limit") not in (None, *([0.0, infinity] for infinity in _INFINITIES)):
-        raise fields.refuse("time_step_limit", "from 0 to infinity, or absent")
+    """``time_step_limit``, once ``mamba_dt_limit``; ``time_step_min`` and its like are of training."""
+    for field in ("time_step_limit", "mamba_dt_limit"):
+        if fields.values.get(field) not in (None, *([0.0, infinity] for infinity in _INFINITIES)):
+            raise fields.refuse(field, "from 0 to infinity, or absent")
 
 
 def read_state(fields: ConfigFields, inner: int | None = None, *, key_dim: int = 256, prefix: str) -> RecurrenceConfig:

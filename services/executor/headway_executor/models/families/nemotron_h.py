@@ -48,7 +48,8 @@ _EXPERT_NAMES = ExpertNames(
 def read_nemotron_h(fields: ConfigFields) -> ModelConfig:
     """``NemotronHForCausalLM``; the kinds of its layers say how many there are.
 
-    Steps are as in training: transformers bounds those of prompts by ``time_step_min``, but not those behind.
+    Steps are as in the code that was published with the weights, from 0 to infinity. transformers' own class bounds those of
+    prompts by ``time_step_min``, against ``time_step_limit``: see its pull request 48989.
     """
     kinds = _kinds(fields)
     fields = ConfigFields(fields.source, dict(fields.values) | {"num_hidden_layers": len(kinds)})
