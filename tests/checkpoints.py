@@ -748,6 +748,12 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
         **{f"{kind}_{part}_factor": factor for kind in _PARTS for part, factor in (("alpha", 3.5), ("beta", 0.8))},
         **_MINIMAX,
     ),
+    "recurrent_gemma": _named(
+        "RecurrentGemma",
+        attention_window_size=20,
+        block_types=["recurrent", "attention"],
+        tie_word_embeddings=True,
+    ),
     "nemotron_h": _named("NemotronH", **_NEMOTRON_H),
     "granitehybrid-experts": _named("GraniteMoeHybrid", num_local_experts=6, num_experts_per_tok=2, **_MAMBA),
 }
@@ -794,7 +800,7 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
                 parameter.normal_(0.0, 1.0)
             elif "norm" in parameter_name.replace("norm_attn_norm", "") or ".ln_" in parameter_name:
                 # Gemma up to 3 and Nemotron add 1 to the weight.
-                adds_1 = name.startswith(("gemma", "vaultgemma")) and not name.startswith("gemma4")
+                adds_1 = name.startswith(("gemma", "vaultgemma", "recurrent_gemma")) and not name.startswith("gemma4")
                 parameter.uniform_(0.6, 1.6).sub_(1.0 if adds_1 or name == "nemotron" else 0.0)
             elif not parameter.any() or ".act_fn." in parameter_name:
                 parameter.normal_(0.0, 0.3)

@@ -16,7 +16,8 @@ class HeadNumbers(NamedTuple):
 
     Without ``step_bias`` there are no steps, and ``decay`` is the logarithm. Where each channel of a key has a step, ``step_bias`` is ``[heads * key_dim]``. Where each channel of a value has one, there
     are ``decay`` ``[key_dim, channels]`` and others ``[channels]``, and ``selection_norm`` ``[step_rank + 2 * key_dim]``, or
-    None.
+    None. With ``blocks`` ``[2, num_blocks, width, width]``, inputs before outputs, and ``block_bias`` ``[2, channels]``, there is
+    ``decay`` ``[channels]`` beside.
     """
 
     decay: Tensor
@@ -24,6 +25,8 @@ class HeadNumbers(NamedTuple):
     skip: Tensor | None
     norm: Tensor | None
     selection_norm: Tensor | None = None
+    blocks: Tensor | None = None
+    block_bias: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "HeadNumbers":
         """The same, each tensor changed."""

@@ -23,12 +23,22 @@ class StateKind(IntEnum):
     DELTA = 1
     SELECTIVE = 2
     SCANNED = 3
+    UNIT = 4
+
+
+class StateGate(IntEnum):
+    """See ``recurrence.h``."""
+
+    SILU = 0
+    SIGMOID = 1
+    GELU_TANH = 2
 
 
 class StateSizes(NamedTuple):
     """Of a state; a convolution alone has one head, and no key heads."""
 
     kind: StateKind
+    gate: StateGate
     taps: int
     num_heads: int
     num_key_heads: int
@@ -38,10 +48,10 @@ class StateSizes(NamedTuple):
     keys_take_turns: bool = False
     gates_behind: bool = False
     doubles_strengths: bool = False
-    gates_by_sigmoid: bool = False
     decays_channels: bool = False
     step_rank: int = 0
     gate_rank: int = 0
+    num_blocks: int = 0
 
 
 class _RecurrenceStruct(ctypes.Structure):
@@ -53,6 +63,8 @@ class _RecurrenceStruct(ctypes.Structure):
         ("steps_at", ctypes.c_int64),
         ("columns", ctypes.c_int64),
         ("selection_norm", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("block_bias", ctypes.c_void_p),
         ("taps_of", ctypes.c_void_p),
         ("taps_bias", ctypes.c_void_p),
         ("decay", ctypes.c_void_p),

@@ -69,6 +69,7 @@ FUSED = {
     "mimo_v2": ("q_proj", "v_proj", "o_proj"),
     "lfm3": ("q_proj", "g_proj", "o_proj", "in_proj", "w1", "w2"),
     "mamba2": ("in_proj", "out_proj"),
+    "recurrent_gemma": ("linear_x", "linear_y", "linear_out", "q_proj", "up_proj"),
     "minimax": ("qkv_proj", "output_gate", "out_proj", "v_proj"),
     "kimi_linear": ("q_proj", "kv_b_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj", "o_proj"),
     "bailing_hybrid": ("q_proj", "f_proj", "g_proj", "o_proj", "down_proj"),

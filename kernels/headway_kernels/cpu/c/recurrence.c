@@ -26,7 +26,7 @@ INLINE void convolve_vector(const recurrence *of, token_run tokens, int64_t firs
         if (of->kind == GATED_CONVOLUTION) seen[past] *= load_some(token + channels, width);
         vec sum = bias;
         for (int64_t i = 0; i < of->taps; i++) sum += taps[i] * seen[i];
-        store_some(token, of->kind == GATED_CONVOLUTION ? sum : silu(sum), width);
+        store_some(token, of->kind == GATED_CONVOLUTION || of->kind == UNIT ? sum : silu(sum), width);
         for (int64_t i = 0; i < past; i++) seen[i] = seen[i + 1];
     }
     for (int64_t i = 0; i < past; i++) store_some(kept + i * channels, seen[i], width);
@@ -201,13 +201,51 @@ void scan_channels(const recurrence *of, token_run tokens, int64_t first, int64_
     if (i < count) scan_vector(of, tokens, first + i, count - i, out, out_stride);
 }
 
+/* What a matrix of a block makes of a token's values, some columns of it: a sigmoid. */
+INLINE vec made_by_block(const float *matrix, const float *bias, const float *values, int64_t size, int64_t width) {
+    vec sum = load_some(bias, width);
+    for (int64_t i = 0; i < size; i++) sum += values[i] * load_some(matrix + i * size, width);
+    return sigmoid(sum);
+}
+
+INLINE void step_unit(const recurrence *of, const float *values, int64_t block, int64_t column, int64_t width,
+                      int is_first, float *out) {
+    const int64_t inner = inner_of(of), size = inner / of->num_blocks, first = block * size;
+    const float *matrix = of->blocks + block * size * size + column, *bias = of->block_bias + first + column;
+    const vec taken = made_by_block(matrix, bias, values, size, width);
+    const vec staying = made_by_block(matrix + inner * size, bias + inner, values, size, width);
+    const vec decay = staying * load_some(of->decay + first + column, width);
+    const vec squares = 1.0f - exponential(2.0f * decay);
+    vec written = splat(1.0f);
+    for (int64_t i = 0; !is_first && i < LANES; i++) written[i] = sqrtf(squares[i]);
+    const vec before = is_first ? (vec){0} : load_some(out, width);
+    store_some(out, before * exponential(decay) + written * load_some(values + column, width) * taken, width);
+}
+
+void run_block(const recurrence *of, token_run tokens, int64_t block, float *out, int64_t out_stride) {
+    const int64_t inner = inner_of(of), size = inner / of->num_blocks, first = block * size;
+    float *state = of->heads + tokens.number * inner + first;
+    for (int64_t t = 0; t < tokens.count; t++) {
+        const float *values = tokens.inputs + t * tokens.stride + first;
+        const int is_first = tokens.begins && t == 0;
+        for (int64_t i = 0; i < size; i += LANES)
+            step_unit(of, values, block, i, size - i < LANES ? size - i : LANES, is_first, state + i);
+        memcpy(out + t * out_stride + first, state, (size_t)size * sizeof *state);
+    }
+}
+
 /* ---- gates ---- */
+
+INLINE vec activated_gate(const recurrence *of, vec gate) {
+    if (of->gate == GATE_SILU) return silu(gate);
+    return of->gate == GATE_SIGMOID ? sigmoid(gate) : gelu_tanh(gate);
+}
 
 static void multiply_by_gates(const recurrence *of, const float *gates, int64_t width, float *out) {
     for (int64_t i = 0; i < width; i += LANES) {
         const int64_t count = width - i < LANES ? width - i : LANES;
         const vec gate = load_some(gates + i, count);
-        store_some(out + i, load_some(out + i, count) * (of->gates_by_sigmoid ? sigmoid(gate) : silu(gate)), count);
+        store_some(out + i, load_some(out + i, count) * activated_gate(of, gate), count);
     }
 }
 
@@ -218,7 +256,7 @@ void gate_token(const recurrence *of, const float *inputs, float *out) {
         for (int64_t i = 0; i < inner; i++) out[i] = inputs[i] * gates[inner + i];
         return;
     }
-    const int gates_behind = of->kind == DELTA || of->gates_behind;
+    const int gates_behind = of->kind != SELECTIVE || of->gates_behind;
     if (!gates_behind) multiply_by_gates(of, gates, inner, out);
     for (int64_t i = 0; of->norm != NULL && i < inner; i += of->norm_dim)
         normalise_row(NORM_RMS, (norm_weights){of->norm + i, NULL}, of->norm_eps, out + i, of->norm_dim, out + i);

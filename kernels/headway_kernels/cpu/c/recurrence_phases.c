@@ -59,6 +59,14 @@ static void scan_task(void *work, int64_t task) {
                   results_of(now, now->step->row_starts[row]), now->of->strides.attended);
 }
 
+static void block_task(void *work, int64_t task) {
+    const pass *now = work;
+    const recurrence *of = now->layer->recurrence;
+    const int64_t row = task / of->num_blocks;
+    run_block(of, tokens_of(now, row), task % of->num_blocks, results_of(now, now->step->row_starts[row]),
+              now->of->strides.attended);
+}
+
 void run_convolution(member *self, pass *now) {
     team_phase(self, convolve_task, now, now->step->num_rows * parts_of(now->layer->recurrence));
 }
@@ -69,6 +77,8 @@ void run_heads(member *self, pass *now) {
     const recurrence *of = now->layer->recurrence;
     if (of->kind == SCANNED)
         team_phase(self, scan_task, now, now->step->num_rows * parts_of(of));
+    else if (of->kind == UNIT)
+        team_phase(self, block_task, now, now->step->num_rows * of->num_blocks);
     else if (of->kind != GATED_CONVOLUTION)
         team_phase(self, head_task, now, now->step->num_rows * of->num_heads);
     team_phase(self, gate_task, now, now->step->num_tokens);

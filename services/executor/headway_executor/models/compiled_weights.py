@@ -44,7 +44,7 @@ from headway_kernels.cpu.library import (
     WeightForm,
     rounded_to_4_bits,
 )
-from headway_kernels.cpu.recurrence import PackedRecurrence, StateKind, StateSizes
+from headway_kernels.cpu.recurrence import PackedRecurrence, StateGate, StateKind, StateSizes
 
 _Weight: TypeAlias = Tensor | StackedRows | CodedWeight
 _ENOUGH_TO_TELL = 1024
@@ -67,7 +67,11 @@ STATE_KINDS: Mapping[str, StateKind] = MappingProxyType(
         "delta": StateKind.DELTA,
         "selective": StateKind.SELECTIVE,
         "scanned": StateKind.SCANNED,
+        "unit": StateKind.UNIT,
     }
+)
+STATE_GATES: Mapping[str, StateGate] = MappingProxyType(
+    {"silu": StateGate.SILU, "sigmoid": StateGate.SIGMOID, "gelu_tanh": StateGate.GELU_TANH}
 )
 
 
@@ -195,7 +199,11 @@ class WeightLoader:
             "gates": lambda read: read.recurrence(index).gates(),
         }
         return PackedRecurrence(
-            StateSizes(STATE_KINDS[config.kind], **{name: getattr(config, name) for name in StateSizes._fields[1:]}),
+            StateSizes(
+                STATE_KINDS[config.kind],
+                STATE_GATES[config.gate],
+                **{name: getattr(config, name) for name in StateSizes._fields[2:]},
+            ),
             config.decay_bound or 0.0,
             self.projection(lambda read: read.recurrence(index).inputs()),
             self.projection(lambda read: read.recurrence(index).output()),

@@ -21,7 +21,8 @@ from headway_kernels.routing import Routing
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish", "xielu", "limited_silu"]
 Stacking: TypeAlias = Literal["pairs", "halves", "rows", "matrices", "apart"]
-RecurrenceKind: TypeAlias = Literal["gated", "delta", "selective", "scanned"]
+RecurrenceKind: TypeAlias = Literal["gated", "delta", "selective", "scanned", "unit"]
+GateActivation: TypeAlias = Literal["silu", "sigmoid", "gelu_tanh"]
 
 
 class NormConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +65,7 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     channels; 0: there is none. With ``gates_behind`` it stands before the gates of "selective", too. ``norm_eps`` None: that of the other norms. With ``doubles_strengths``, "delta"
     writes up to twice a value. ``is_cut_alike``: the tensors of its convolution are equal parts of one, whatever is in them.
 
-    With ``gates_by_sigmoid``, gates are sigmoids, and not SiLU. With ``decays_channels``, "delta" has a step for each channel of
+    ``gate`` is the activation of gates, but of "gated". With ``decays_channels``, "delta" has a step for each channel of
     a key; with a ``decay_bound`` (below 0), no decay is beyond that. Of so many numbers as ``gate_rank`` and ``step_rank``
     say, a further product makes gates and steps; 0: they are among the inputs. ``decay_shape``: as the decays of heads are
     stored; empty: ``[heads]``.
@@ -76,6 +77,9 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     "scanned" has values of one head, which keeps ``key_dim`` numbers for each channel. The convolved values give ``step_rank``
     numbers, a key and a query, and those numbers give a step for each channel. With ``selection_norm``, each of the three is
     normalised, "plain" without weights, by ``norm_eps``.
+
+    "unit" has values of one head, too, and one number for each channel. Two matrices for each of ``num_blocks`` blocks of
+    channels say how much of a value is taken, and how much stays.
     """
 
     kind: RecurrenceKind
@@ -89,12 +93,13 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float | None = None
     gates_behind: bool = False
     doubles_strengths: bool = False
-    gates_by_sigmoid: bool = False
+    gate: GateActivation = "silu"
     decays_channels: bool = False
     decay_bound: float | None = None
     decay_shape: tuple[int, ...] = ()
     gate_rank: int = 0
     slopes: tuple[float, ...] = ()
+    num_blocks: int = 0
     is_cut_alike: bool = False
     has_bias: bool = False
     has_convolution_bias: bool = False
@@ -120,6 +125,7 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
             "delta": (self.gate_rank or self.inner) + self.num_heads + (self.step_rank or self.num_steps),
             "selective": self.inner + self.num_steps,
             "scanned": self.inner,
+            "unit": self.inner,
         }
         return self.channels + rest[self.kind]
 

@@ -7,13 +7,16 @@ arXiv 2511.23404). The others keep a matrix ``[key_dim, value_dim]`` for each he
 added, and the query reads it. "delta" first takes from a value what the state already answers to its key (Gated DeltaNet,
 Yang et al. 2024, arXiv 2412.06464); "selective" does not (Mamba 2, Dao & Gu 2024, arXiv 2405.21060; with a decay that is always the same Lightning Attention, Qin et al. 2024,
 arXiv 2401.04658). "scanned" has a step for each channel and a decay for each number of
-its state (Mamba, Gu & Dao 2023, arXiv 2312.00752), so its tokens go one by one. "delta" may have a decay for each channel of
-a key (Kimi Delta Attention, Kimi Team 2025, arXiv 2510.26692). Of all but "scanned", several tokens go
+its state (Mamba, Gu & Dao 2023, arXiv 2312.00752), so its tokens go one by one; "unit" has one number for each channel, and they do, too
+(RG-LRU, De et al. 2024, arXiv 2402.19427). "delta" may have a decay for each channel of
+a key (Kimi Delta Attention, Kimi Team 2025, arXiv 2510.26692). Of the others, several tokens go
 together as these papers do it: within a part, what tokens do to each other is a triangular system.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -21,13 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.models.config import RecurrenceConfig
+from headway_executor.models.config import GateActivation, RecurrenceConfig
 from headway_kernels.states import Convolution, HeadNumbers
 
 _PART, _PART_OF_CHANNELS = 64, 16
 """Tokens that go together, as in both papers' kernels; fewer where each channel has a decay, as there is more for each pair."""
 
 _KEY_EPS = 1e-6
+_GATES: Mapping[GateActivation, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"silu": functional.silu, "sigmoid": torch.sigmoid, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
+)
 
 _Int64Array = NDArray[np.int64]
 
@@ -124,7 +130,13 @@ class Recurrence:
         if self.numbers is None:
             before, behind = rest.chunk(2, -1)
             return self._convolved(channels * before, states, span).mul_(behind).flatten(0, 1)
-        convolved = functional.silu(self._convolved(channels, states, span))
+        convolved = self._convolved(channels, states, span)
+        if config.kind == "unit":
+            state = _begun(states.heads[self.index], span)[:, 0, 0]
+            results, after = scan_unit(self.numbers, convolved, state, span.is_new)
+            states.heads[self.index][span.rows] = after[:, None, None]
+            return self._with_gates(self.numbers, results.flatten(0, 1), rest.flatten(0, 1))
+        convolved = functional.silu(convolved)
         gates, of_heads = torch.split(rest, [config.inner, rest.shape[-1] - config.inner], -1)
         state = _begun(states.heads[self.index], span)
         results, after = self._through_heads(self.numbers, convolved, of_heads, state)
@@ -220,7 +232,7 @@ class Recurrence:
 
     def _with_gates(self, numbers: HeadNumbers, results: Tensor, gates: Tensor) -> Tensor:
         """``[tokens, inner]``, the same. "selective" has its gates before the norm, if not told otherwise."""
-        gates = gates.sigmoid() if self.config.gates_by_sigmoid else functional.silu(gates)
+        gates = _GATES[self.config.gate](gates)
         is_gated_first = self.config.kind == "selective" and not self.config.gates_behind
         if is_gated_first:
             results = results * gates
@@ -300,6 +312,26 @@ def scan_channels(decay: Tensor, tokens: Sequence[Tensor], state: Tensor) -> tup
         kept = (steps[:, token, None] * decay).exp()
         state = state * kept + keys[:, token, :, None] * written[:, token, None]
         results.append((queries[:, token, None] @ state).squeeze(1))
+    return torch.stack(results, 1), state
+
+
+def scan_unit(numbers: HeadNumbers, values: Tensor, state: Tensor, is_new: Tensor) -> tuple[Tensor, Tensor]:
+    """Run tokens through one number for each channel; return results, ``[n, length, channels]``, and the state behind them.
+
+    ``values`` ``[n, length, channels]``, ``state`` ``[n, channels]``, ``is_new`` bool, ``[n]``: a first token is taken whole.
+    """
+    assert numbers.blocks is not None
+    assert numbers.block_bias is not None
+    by_block = values.view(*values.shape[:2], numbers.blocks.shape[1], -1)
+    made = torch.einsum("nlbi,gbio->gnlbo", by_block, numbers.blocks).flatten(3) + numbers.block_bias[:, None, None]
+    taken, staying = made.sigmoid().unbind(0)
+    decays = staying * numbers.decay
+    written = (1 - (2 * decays).exp()).sqrt()
+    written[:, 0].masked_fill_(is_new[:, None], 1.0)
+    written, kept, results = written * values * taken, decays.exp(), []
+    for token in range(values.shape[1]):
+        state = state * kept[:, token] + written[:, token]
+        results.append(state)
     return torch.stack(results, 1), state
 
 

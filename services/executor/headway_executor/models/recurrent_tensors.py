@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from headway_executor.models.config import Multipliers, RecurrenceConfig
 from headway_kernels.states import Convolution, HeadNumbers
@@ -19,6 +20,8 @@ _BY_KEY_HEAD = 2
 """So many tensors of inputs, where one has parts of a key head side by side (Qwen3-Next)."""
 _APART = 6
 """So many, where each part has one (OLMo)."""
+_UNIT_DECAY = -8.0
+"""Of "unit", in all models (De et al. 2024, arXiv 2402.19427)."""
 
 
 def recurrent_shapes(config: RecurrenceConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -37,6 +40,8 @@ def recurrent_shapes(config: RecurrenceConfig, hidden: int) -> Iterator[tuple[st
         yield f"{names.output}.bias", (hidden,)
     if config.kind == "scanned":
         yield from _scanned_shapes(config)
+    elif config.kind == "unit":
+        yield from _unit_shapes(config)
     elif config.kind != "gated":
         yield from _shapes_of_heads(config)
 
@@ -67,6 +72,14 @@ def _scanned_shapes(config: RecurrenceConfig) -> Iterator[tuple[str, tuple[int, 
         yield f"{name}.weight", (width,)
 
 
+def _unit_shapes(config: RecurrenceConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    blocks = config.num_blocks, config.inner // config.num_blocks
+    yield config.names.decay, (config.inner,)
+    for name in config.names.blocks:
+        yield f"{name}_weight", (*blocks, blocks[1])
+        yield f"{name}_bias", blocks
+
+
 def _convolution_widths(config: RecurrenceConfig) -> tuple[int, ...]:
     """Channels of each tensor of the convolution."""
     count = len(config.names.convolution)
@@ -80,7 +93,7 @@ def _convolution_widths(config: RecurrenceConfig) -> tuple[int, ...]:
 
 def _input_widths(config: RecurrenceConfig) -> tuple[int, ...]:
     """Outputs of each tensor of inputs."""
-    if config.slopes:
+    if config.slopes or config.kind == "unit":
         return config.channels, config.inner
     if config.kind != "delta":
         return (config.num_inputs,)
@@ -144,6 +157,13 @@ class RecurrentTensors:
                 norm=None,
                 selection_norm=self._selection_norm(),
             )
+        if config.kind == "unit":
+            weights, biases = (
+                torch.stack([self._read(f"{name}_{kind}").float() for name in names.blocks])
+                for kind in ("weight", "bias")
+            )
+            decay = _UNIT_DECAY * functional.softplus(self._read(names.decay).float())
+            return HeadNumbers(decay, None, None, None, blocks=weights, block_bias=biases.flatten(1))
         if config.slopes:
             return HeadNumbers(decay=torch.tensor(config.slopes), step_bias=None, skip=None, norm=norm)
         return HeadNumbers(
@@ -180,6 +200,8 @@ class RecurrentTensors:
             return torch.cat([values, before, behind])
         if config.kind == "scanned":
             return stored[0]
+        if config.kind == "unit":
+            return torch.cat(stored)
         if config.slopes:
             by_head = stored[0].view(config.num_heads, 3, config.value_dim, *stored[0].shape[1:])
             return torch.cat([*(part.flatten(0, 1) for part in by_head.unbind(1)), stored[1]])

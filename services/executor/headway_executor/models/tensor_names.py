@@ -6,7 +6,8 @@ import msgspec
 class RecurrenceNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names of tensors behind a layer's prefix; ``recurrent_tensors`` says what is in ``inputs`` and in ``convolution``. The
     kind "gated" has only the first three, and "scanned" alone a ``selection`` and perhaps ``selection_norms``. ``steps`` and
-    ``gates``: of the products that make these of few numbers.
+    ``gates``: of the products that make these of few numbers. ``blocks``: what is before ``_weight`` and ``_bias`` in the two
+    of "unit".
     """
 
     inputs: tuple[str, ...]
@@ -20,6 +21,7 @@ class RecurrenceNames(msgspec.Struct, frozen=True, kw_only=True):
     steps: str = ""
     gates: str = ""
     selection_norms: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
 
 
 class ExpertNorms(msgspec.Struct, frozen=True, kw_only=True):

@@ -97,6 +97,7 @@ from headway_executor.models.families.reading import (
     layer_types_of,
     refuse_unless,
 )
+from headway_executor.models.families.recurrent_gemma import read_recurrent_gemma
 from headway_executor.models.families.smollm import read_smollm3
 from headway_executor.models.families.stablelm import read_jais2, read_nemotron, read_stablelm
 from headway_executor.models.families.starcoder import read_starcoder2
@@ -201,6 +202,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Qwen3NextForCausalLM": read_qwen3_next,
     "Qwen3_5ForCausalLM": read_qwen3_5,
     "Qwen3_5MoeForCausalLM": read_qwen3_5_moe,
+    "RecurrentGemmaForCausalLM": read_recurrent_gemma,
     "SeedOssForCausalLM": read_seed_oss,
     "SmolLM3ForCausalLM": read_smollm3,
     "SolarOpenForCausalLM": read_solar_open,

@@ -161,7 +161,7 @@ def _state(
         key_dim=width,
         value_dim=width,
         norm_dim=width,
-        gates_by_sigmoid=True,
+        gate="sigmoid",
         decays_channels=True,
         names=RecurrenceNames(
             inputs=tuple(prefix + name for name in inputs),

@@ -126,7 +126,7 @@ def _state(fields: ConfigFields, index: int, width: int) -> RecurrenceConfig:
         norm_dim=heads * width,
         norm_eps=_NORM_EPS,
         gates_behind=True,
-        gates_by_sigmoid=True,
+        gate="sigmoid",
         slopes=tuple(-(2.0 ** (-8 * (head + 1) / heads)) * of_layer for head in range(heads)),
         names=_STATE,
     )
