@@ -759,6 +759,23 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 _ON_OPERATORS: dict[str, Callable[[], PreTrainedModel]] = {
+    "gemma3n": _named(
+        "Gemma3n",
+        "Gemma3nText",
+        num_hidden_layers=5,
+        layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        head_dim=12,
+        sliding_window=20,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=12,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        altup_num_inputs=3,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.8, 0.0, 0.6, 0.0, 0.0],
+        pad_token_id=1,
+        final_logit_softcapping=8.0,
+        tie_word_embeddings=True,
+    ),
     "nemotron_h-latent": _named("NemotronH", moe_latent_size=24, **_NEMOTRON_H),
 }
 
@@ -800,7 +817,8 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
                 parameter.normal_(0.0, 1.0)
             elif "norm" in parameter_name.replace("norm_attn_norm", "") or ".ln_" in parameter_name:
                 # Gemma up to 3 and Nemotron add 1 to the weight.
-                adds_1 = name.startswith(("gemma", "vaultgemma", "recurrent_gemma")) and not name.startswith("gemma4")
+                plain = name.startswith(("gemma3n", "gemma4"))
+                adds_1 = name.startswith(("gemma", "vaultgemma", "recurrent_gemma")) and not plain
                 parameter.uniform_(0.6, 1.6).sub_(1.0 if adds_1 or name == "nemotron" else 0.0)
             elif not parameter.any() or ".act_fn." in parameter_name:
                 parameter.normal_(0.0, 0.3)

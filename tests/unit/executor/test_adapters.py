@@ -65,6 +65,7 @@ FUSED = {
     "afmoe": ("gate_proj", "k_proj", "o_proj"),
     "gemma4-keys": ("q_proj", "k_proj", "o_proj", "down_proj"),
     "gemma4-shared": ("q_proj", "v_proj", "o_proj", "gate_proj"),
+    "gemma3n": ("q_proj", "o_proj", "gate_proj"),
     "laguna": ("q_proj", "g_proj", "o_proj"),
     "mimo_v2": ("q_proj", "v_proj", "o_proj"),
     "lfm3": ("q_proj", "g_proj", "o_proj", "in_proj", "w1", "w2"),
@@ -252,6 +253,13 @@ def test_an_adapter_of_fused_projections(tmp_path, family, kernels):
     merged = merge_adapter(adapter, model)
     assert [request.output for request in requests] == [greedy(merged, prompt) for prompt in prompts()]
     backend.close()
+
+
+def test_an_adapter_of_a_layers_own_inputs_is_refused(tmp_path):
+    model = make_checkpoint(tmp_path / "model", "gemma4-shared")
+    adapter = write_adapter(tmp_path / "adapter", model, seed=3, targets=("q_proj", "per_layer_input_gate"))
+    with pytest.raises(ModelFilesError, match=r"tensor .*per_layer_input_gate.* is not supported"):
+        open_backend(tmp_path / "model", adapters={"own": str(adapter)})
 
 
 @pytest.mark.parametrize(("family", "name"), [("llama-bias", "all"), ("qwen2_moe", "down"), ("qwen2_moe", "attention")])

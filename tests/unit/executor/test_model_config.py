@@ -12,7 +12,7 @@ from transformers.models.hunyuan_v1_dense import HunYuanDenseV1Config
 from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from checkpoints import CONTEXT, FAMILIES, WITHOUT_ROPE, make_model
+from checkpoints import CONTEXT, FAMILIES, ON_OPERATORS, WITHOUT_ROPE, make_model
 from headway_executor.backend import ModelFilesError
 from headway_executor.models.alibi import score_biases
 from headway_executor.models.attention_config import AlibiConfig, AttentionConfig
@@ -347,7 +347,7 @@ def test_older_spellings_of_gemma_3_mean_the_same(tmp_path):
     assert read(tmp_path, old) == read(tmp_path, new)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *ON_OPERATORS])
 def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name):
     model = make_model(name)
     values = model.config.to_dict() | {"architectures": [type(model).__name__]}
@@ -378,6 +378,11 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name
         ("internlm3", {"mlp_bias": False}, "mlp_bias"),
         ("iquest_coder", {"clip_qkv": 8.0}, "clip_qkv"),
         ("iquest_coder", {"use_sliding_window": True}, "use_sliding_window"),
+        ("gemma3n", {"altup_active_idx": 1}, "altup_active_idx"),
+        ("gemma3n", {"altup_num_inputs": 1}, "altup_num_inputs"),
+        ("gemma3n", {"activation_sparsity_pattern": [0.5, 1.0, 0.0, 0.0, 0.0]}, "activation_sparsity_pattern"),
+        ("gemma3n", {"intermediate_size": [96]}, "intermediate_size"),
+        ("gemma3n", {"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
         ("laguna", {"gating": "none"}, "gating"),
         ("laguna", {"num_attention_heads_per_layer": [4, 4]}, "num_attention_heads_per_layer"),
         ("laguna", {"num_attention_heads_per_layer": [4, 4, 5]}, "num_key_value_heads"),

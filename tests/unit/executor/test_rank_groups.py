@@ -226,6 +226,19 @@ def test_layers_that_differ_in_their_heads_in_a_group(family, tmp_path):
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
 
 
+@pytest.mark.parametrize(
+    ("degrees", "reason"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel 2 is not allowed; the model's tokens have several hidden states"),
+        ({"pipeline_parallel": 2}, "pipeline_parallel 2 is not allowed; the model's layers share keys"),
+    ],
+)
+def test_several_states_of_a_token_are_of_one_rank(tmp_path, degrees, reason):
+    make_checkpoint(tmp_path, "gemma3n")
+    with pytest.raises(BackendConfigError, match=reason):
+        story(InlineGroup(**degrees), tmp_path, options={"kernels": "eager"})
+
+
 def vectors_and_token(backend, directory, transport="auto"):
     """Vectors of a prompt in two chunks, beside a row that draws; and the token that this one draws."""
     options = {"kernels": "compiled", "rank_transport": transport}

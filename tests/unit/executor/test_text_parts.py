@@ -181,6 +181,18 @@ def test_step_is_read_as_it_was_published(tmp_path):
         read(attention_other_setting={"head_dim": 8})
 
 
+def test_the_text_of_gemma_3n_has_its_names_beside_other_models(tmp_path):
+    """A whole takes a library for what sees, so its text stands for it here."""
+    expected = expected_of(make_checkpoint(tmp_path, "gemma3n"))
+    change_config(
+        tmp_path,
+        lambda text: {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": text, "eos_token_id": 0},
+    )
+    for front in ("model.language_model.", "language_model.model."):
+        rename_tensors(tmp_path, lambda stored, front=front: re.sub(r"^(.*model\.)", front, stored))
+        assert tokens(tmp_path, options={"kernels": "eager"}) == expected
+
+
 def turn_experts(directory):
     """As published: inputs before outputs."""
     path = directory / "model.safetensors"
@@ -270,7 +282,6 @@ def test_ropes_of_sections_are_those_of_such_models_alone(tmp_path):
     ("whole", "reason"),
     [
         ({"architectures": ["MllamaForConditionalGeneration"]}, "layers that attend to pictures"),
-        ({"architectures": ["Gemma3nForConditionalGeneration"]}, "share keys and values"),
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "later tokens of the prompt"),
         (
             {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "opt"}},

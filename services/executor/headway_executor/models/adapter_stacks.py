@@ -29,7 +29,9 @@ _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 
 def by_matrix(config: ModelConfig) -> ModelConfig:
-    """The same model without biases, with a tensor for each matrix of an expert, outputs first: what adapters add to."""
+    """The same model without biases, with a tensor for each matrix of an expert, outputs first: what adapters add to. They do
+    not reach inputs that layers have of their own, nor what makes several states of one.
+    """
 
     def apart(experts: ExpertsConfig | None) -> ExpertsConfig | None:
         if experts is None:
@@ -41,6 +43,8 @@ def by_matrix(config: ModelConfig) -> ModelConfig:
 
     return msgspec.structs.replace(
         config,
+        layer_inputs=None,
+        states=None,
         names=msgspec.structs.replace(config.names, has_inputs_first=False),
         attention=msgspec.structs.replace(config.attention, qkv_bias=False, output_bias=False),
         layers=tuple(

@@ -41,7 +41,7 @@ def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> 
         return f"heads of {widest} channels"
     if any(recurrence.taps > MOST_TAPS for recurrence in config.recurrences(range(config.num_layers))):
         return f"convolutions of more than {MOST_TAPS} tokens"
-    every = frozenset(Feature) - {Feature.LATENT_EXPERTS}
+    every = frozenset(Feature) - {Feature.LATENT_EXPERTS, Feature.STATES, Feature.SPARSITY}
     return lacking(
         config,
         every

@@ -179,12 +179,15 @@ class FeedForwardConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``down(activation(gate) * up)``, or ``down(activation(up))`` if it is not gated; of ``experts``, each is such.
 
     "clamped_swish" bounds gates and ups, and adds 1 to ups: see ``cpu/rows.h``. "xielu" has numbers of its own in each layer,
-    behind ``TensorNames.curve``. ``limit`` bounds what "limited_silu" gives from above, and ups on both sides. An ``intermediate_size`` of 0: there is none.
+    behind ``TensorNames.curve``. ``limit`` bounds what "limited_silu" gives from above, and ups on both sides. With
+    ``sparsity``, so large a share of gates would be 0 if they were drawn from a normal distribution, and others are less by
+    the same bound. An ``intermediate_size`` of 0: there is none.
     """
 
     intermediate_size: int
     activation: Activation = "silu"
     limit: float = math.inf
+    sparsity: float = 0.0
     is_gated: bool = True
     has_bias: bool = False
     experts: ExpertsConfig | None = None
@@ -240,6 +243,16 @@ class LayerInputs(msgspec.Struct, frozen=True, kw_only=True):
     names: LayerInputNames = LayerInputNames()
 
 
+class StatesConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A token has ``count`` hidden states, of which a layer computes on the first; see ``altup``. Beside its attention is a
+    product of ``rank``. ``scales_output``: what gates the layer's own inputs is multiplied by numbers of its own.
+    """
+
+    count: int
+    rank: int
+    scales_output: bool = True
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only model.
 
@@ -265,6 +278,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     scalings: Scalings = Scalings()
     multipliers: Multipliers = Multipliers()
     layer_inputs: LayerInputs | None = None
+    states: StatesConfig | None = None
     names: TensorNames = TensorNames()
     tie_word_embeddings: bool
     has_head: bool = True

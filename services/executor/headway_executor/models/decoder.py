@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import NormalDist
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headway_executor.models.alibi import ScoreBiases
+from headway_executor.models.altup import AlternatingLayer, States
 from headway_executor.models.attention import AttentionPlan, AttentionShape
 from headway_executor.models.attention_config import GateKind, Rotary
 from headway_executor.models.config import Activation
@@ -81,7 +83,8 @@ class LayerTable:
     def __call__(self, token_ids: Tensor, embeddings: Tensor) -> Tensor:
         """``[tokens, layers, size]``, of int64 ``[tokens]`` and ``[tokens, hidden]``."""
         projected = self.projection(embeddings).mul_(embeddings.shape[1] ** -0.5).view(len(token_ids), -1, self.size)
-        words = functional.embedding(token_ids, self.words).mul_(self.size**0.5).view_as(projected)
+        known = torch.where(token_ids < len(self.words), token_ids, 0)  # Those of pictures may be beyond the table.
+        words = functional.embedding(known, self.words).mul_(self.size**0.5).view_as(projected)
         return self.norm(projected).add_(words).mul_(2**-0.5)
 
 
@@ -97,8 +100,12 @@ class LayerInput:
 
     def add_to(self, hidden: Tensor, inputs: Tensor) -> None:
         """``hidden`` is changed in place; ``inputs`` of all layers."""
+        hidden.add_(self.made_of(hidden, inputs))
+
+    def made_of(self, hidden: Tensor, inputs: Tensor) -> Tensor:
+        """What is added, ``[tokens, hidden]``; ``hidden`` gates it."""
         gates = ACTIVATIONS[self.activation](self.gate(hidden))
-        hidden.add_(self.post_norm(self.back(gates.mul_(inputs[:, self.index]))))
+        return self.post_norm(self.back(gates.mul_(inputs[:, self.index])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +267,7 @@ class FeedForward:
     down: Product
     curve: Tensor | None = None
     limit: float = math.inf
+    sparsity: float = 0.0
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """``[tokens, hidden] -> [tokens, hidden]``."""
@@ -272,11 +280,20 @@ class FeedForward:
         if not self.is_gated:
             return ACTIVATIONS[self.activation](self.up(inputs))
         gate, up = self.up(inputs).chunk(2, dim=1)
+        if self.sparsity:
+            gate = _beyond(gate, self.sparsity)
         if self.activation == "limited_silu":
             return functional.silu(gate).clamp_(max=self.limit).mul_(up.clamp(-self.limit, self.limit))
         if self.activation == "clamped_swish":
             up = up.clamp(-_SWISH_LIMIT, _SWISH_LIMIT) + 1
         return ACTIVATIONS[self.activation](gate).mul_(up)
+
+
+def _beyond(gates: Tensor, share: float) -> Tensor:
+    """What gates are above the bound that a ``share`` of a normal distribution is below, or 0."""
+    factor = torch.tensor(NormalDist().inv_cdf(share), dtype=gates.dtype, device=gates.device)
+    spread = gates.std(-1, keepdim=True, unbiased=False)
+    return functional.relu(gates - (gates.mean(-1, keepdim=True) + spread * factor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,19 +348,23 @@ class Decoder:
     """The layers of a model or of a stage; ``rotations`` complex64, ``[context, head_dim // 2]``."""
 
     rotations: Rotations
-    layers: tuple[DecoderLayer, ...]
+    layers: tuple[DecoderLayer | AlternatingLayer, ...]
     final_norm: Product | None
     head: Product | None
     biases: ScoreBiases | None = None
     table: LayerTable | None = None
+    states: States | None = None
     logits_factor: float = 1.0
     logits_softcap: float | None = None
 
     def run_layers(self, hidden: Tensor, positions: Tensor, plan: StepPlan) -> None:
         """Store keys and values; change ``hidden`` (``[tokens, hidden]``) in place. ``positions`` int64, ``[tokens]``."""
         rotations = {rope: table.index_select(0, positions).unsqueeze(1) for rope, table in self.rotations.items()}
+        changed = hidden if self.states is None else self.states.begin(hidden)
         for layer in self.layers:
-            layer(hidden, rotations, plan)
+            layer(changed, rotations, plan)
+        if self.states is not None:
+            hidden.copy_(self.states.end(changed))
 
     def logits(self, hidden: Tensor, sampled: Tensor) -> Tensor:
         """Return logits, ``[n, vocab]``, in the model's dtype; without a head, what it would get.

@@ -49,6 +49,8 @@ class Feature(StrEnum):
     VALUE_NORM = "norms of values"
     NARROW_VALUES = "values with fewer channels than keys"
     LAYER_FACTOR = "a factor behind each layer"
+    STATES = "several hidden states of a token (AltUp)"
+    SPARSITY = "sparse activations"
     LAYER_INPUTS = "inputs of each layer's own"
     SEVERAL_ROPES = "several rotary embeddings, or layers without one"
 
@@ -119,6 +121,8 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.VALUE_NORM: any(attention.norms_values for attention in config.attentions),
         Feature.NARROW_VALUES: any(attention.value_dim > 0 for attention in config.attentions),
         Feature.LAYER_FACTOR: names.layer_factor is not None,
+        Feature.STATES: config.states is not None,
+        Feature.SPARSITY: any(feed.sparsity > 0 for feed in feeds),
         Feature.LAYER_INPUTS: config.layer_inputs is not None,
         Feature.SEVERAL_ROPES: len({layer.rope for layer in attending}) > 1
         or any(layer.rope is None for layer in attending),

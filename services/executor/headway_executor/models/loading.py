@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headway_executor.models.altup_tensors import StateTensors
 from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.config import ModelConfig, NormConfig
 from headway_executor.models.expert_tensors import ExpertTensors
@@ -151,6 +152,11 @@ class ModelTensors:
         if inputs is None:
             return None
         return LayerInputTensors(inputs, self._names.layer, lambda name: self._here(read(name)))
+
+    def states(self) -> StateTensors | None:
+        """Of a model whose tokens have several states, which every part has whole; or None."""
+        read = self._checkpoint.read
+        return None if self._config.states is None else StateTensors(self._config, lambda name: self._here(read(name)))
 
     def qkv(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[(heads + 2 * kv_heads) * head_dim, hidden]``, and bias: queries, keys, values, and gates of as many heads; queries

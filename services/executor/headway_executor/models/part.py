@@ -131,6 +131,10 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
         raise BackendConfigError(
             f"tensor_parallel {degree} is not allowed; the model has layers with a state instead of attention, so allowed: 1"
         )
+    if degree > 1 and config.states is not None:  # Its sparse activations have a bound for whole rows, too.
+        raise BackendConfigError(
+            f"tensor_parallel {degree} is not allowed; the model's tokens have several hidden states, so allowed: 1"
+        )
     allowed = [
         n
         for n in range(1, all_heads[-1] + 1)

@@ -10,6 +10,7 @@ import msgspec
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.checkpoint.weights import Checkpoint
+from headway_executor.models.altup_tensors import layer_state_shapes, state_shapes
 from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.config import FeedForwardConfig, ModelConfig
 from headway_executor.models.expert_tensors import expert_shapes
@@ -38,7 +39,7 @@ def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[s
     if names.projections is not None:
         first, last = names.projections
         expected |= {f"{first}.weight": (config.hidden_size, width), f"{last}.weight": (width, config.hidden_size)}
-    expected |= dict(layer_input_shapes(config))
+    expected |= dict(layer_input_shapes(config)) | dict(state_shapes(config))
     if config.has_head_bias:
         expected[bias_of(pair[1])] = (config.vocab_size,)
     for index in range(config.num_layers):
@@ -89,6 +90,7 @@ def _layer_tensors(config: ModelConfig, index: int) -> _Shapes:
     if config.names.layer_factor is not None:
         yield config.names.layer_factor, (1,)
     yield from own_input_shapes(config)
+    yield from layer_state_shapes(config)
 
 
 def _attention_tensors(config: ModelConfig, index: int) -> _Shapes:

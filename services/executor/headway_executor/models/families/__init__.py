@@ -38,6 +38,7 @@ from headway_executor.models.families.falcon import read_falcon
 from headway_executor.models.families.falcon_h1 import read_falcon_h1
 from headway_executor.models.families.gemma import read_gemma1, read_gemma2, read_vaultgemma
 from headway_executor.models.families.gemma3 import read_gemma3
+from headway_executor.models.families.gemma3n import read_gemma3n
 from headway_executor.models.families.gemma4 import read_gemma4
 from headway_executor.models.families.glm import read_glm, read_glm4, read_glm4_moe, read_solar_open
 from headway_executor.models.families.gpt2 import read_gpt2
@@ -136,6 +137,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "GPTNeoXForCausalLM": read_gpt_neox,
     "Gemma2ForCausalLM": read_gemma2,
     "Gemma3ForCausalLM": read_gemma3,
+    "Gemma3nForCausalLM": read_gemma3n,
     "Gemma4ForCausalLM": read_gemma4,
     "GemmaForCausalLM": read_gemma1,
     "Glm4ForCausalLM": read_glm4,

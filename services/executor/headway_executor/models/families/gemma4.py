@@ -60,7 +60,7 @@ def read_gemma4(fields: ConfigFields) -> ModelConfig:
     if fields.values.get("use_bidirectional_attention") != "vision":
         refuse_unless(fields, "use_bidirectional_attention", None)
     kinds = _kinds_of(fields)
-    sources = _sources_of(fields, kinds)
+    sources = sources_of(fields, kinds, 0)
     attention, inputs = _attention_of(fields), _layer_inputs_of(fields)
     layers = [_attention_of(_of_layer(fields, index, kind)) for index, kind in enumerate(kinds)]
     feed = read_feed_forward(fields, field="hidden_activation", default="gelu_pytorch_tanh", size=9216)
@@ -109,9 +109,9 @@ def _layer_inputs_of(fields: ConfigFields) -> LayerInputs | None:
     return LayerInputs(size=size, vocab_size=fields.integer("vocab_size_per_layer_input", 262_144)) if size else None
 
 
-def _sources_of(fields: ConfigFields, kinds: Sequence[str]) -> list[int | None]:
-    """The last layers read the keys and values of the last one before them of their kind."""
-    first = len(kinds) - fields.integer("num_kv_shared_layers", 0, low=0, high=len(kinds))
+def sources_of(fields: ConfigFields, kinds: Sequence[str], default: int) -> list[int | None]:
+    """The last layers, by ``default`` so many, read the keys and values of the last one before them of their kind."""
+    first = len(kinds) - fields.integer("num_kv_shared_layers", default, low=0, high=len(kinds))
     sources: list[int | None] = [None] * first
     for kind in kinds[first:]:
         if kind not in kinds[:first]:

@@ -46,6 +46,12 @@ _GEMMA3 = {
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
 }
+_GEMMA3N = {
+    "vocab_size": 262_400,
+    "hidden_size": 2048,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+}
 _GEMMA4 = {
     "vocab_size": 262_144,
     "hidden_size": 2304,
@@ -143,6 +149,7 @@ _OPEN = {
 
 _OWN = {
     "Gemma3": _TEXTS["gemma3_text"],
+    "Gemma3n": _Text("Gemma3nForCausalLM", _GEMMA3N),
     "Gemma4": _TEXTS["gemma4_text"],
     "Glm4v": _GLM4V,
     "Glm4vMoe": _GLM4V_MOE,
@@ -166,7 +173,6 @@ _CHAT, _CHAT_CONFIG = "InternVLChatModel", "llm_config"
 """A whole as it was published before transformers had it, and where its text's fields are."""
 
 _REASONS = {
-    "Gemma3n": "layers that share keys and values and that take inputs of their own",
     "Mllama": "layers that attend to pictures",
     "PaliGemma": "attention to later tokens of the prompt",
 }
