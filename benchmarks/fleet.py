@@ -89,7 +89,7 @@ class Client:
     async def stream(self, prompt: str, max_tokens: int) -> Stream:
         """Send one request; an error becomes its outcome."""
         body = {
-            "model": DEMO_MODEL.name,
+            "model": "demo",
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0,

@@ -92,7 +92,7 @@ def vllm_bench_serve(address: str, arguments: argparse.Namespace) -> Generator:
     def command(path: Path) -> list[str]:
         return [
             *(arguments.vllm_python, "-c", _VLLM_BENCH_SERVE, "--backend", "openai", "--base-url", f"http://{address}"),
-            *("--endpoint", "/v1/completions", "--model", DEMO_MODEL.name, "--tokenizer", str(DEMO_MODEL)),
+            *("--endpoint", "/v1/completions", "--model", "demo", "--tokenizer", str(DEMO_MODEL)),
             *("--dataset-name", "random", "--random-input-len", str(arguments.prompt)),
             *("--random-output-len", str(arguments.tokens), "--ignore-eos"),
             *("--num-prompts", str(arguments.requests), "--request-rate", str(arguments.rate)),
@@ -115,7 +115,7 @@ def vllm_bench_serve(address: str, arguments: argparse.Namespace) -> Generator:
 def guidellm(address: str, arguments: argparse.Namespace) -> Generator:
     def command(path: Path) -> list[str]:
         tokens = f"prompt_tokens={arguments.prompt},output_tokens={arguments.tokens}"
-        backend = f"kind=openai_http,target=http://{address},model={DEMO_MODEL.name},request_format=/v1/completions"
+        backend = f"kind=openai_http,target=http://{address},model=demo,request_format=/v1/completions"
         return [
             *(arguments.guidellm, "run", "--backend", backend, "--data", f"kind=synthetic_text,{tokens}"),
             *("--tokenizer", f"kind=hf_auto,model={DEMO_MODEL}", "--profile", f"kind=poisson,rate={arguments.rate}"),

@@ -37,7 +37,7 @@ from threaded_headway import running
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = Path(headway.__file__).parent / "demo_model"
-ASKED = {"model": "demo_model", "prompt": "A dictionary is", "max_tokens": 4, "temperature": 0}
+ASKED = {"model": "demo", "prompt": "A dictionary is", "max_tokens": 4, "temperature": 0}
 SMG = Path(sys.executable).with_name("smg")
 SERVICES = {"scheduler", "executor", "gateway"}
 
@@ -276,7 +276,7 @@ def eventually_answered(client: openai.OpenAI, timeout_s: float = 30.0) -> opena
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return client.completions.create(**ASKED)
+            return client.completions.create(**ASKED | {"model": DEMO.name})
         except openai.APIError:
             assert time.monotonic() < deadline
             time.sleep(0.1)

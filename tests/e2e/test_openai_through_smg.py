@@ -332,7 +332,7 @@ def test_serve_starts_smg_tells_where_and_ends_it() -> None:
         told = f"headway serve: OpenAI API on http://{address}/v1\n"
         wait_until(lambda: told in serving.err or serving.process.poll() is not None, 60.0, "smg")
         for client in connected_to(f"http://{address}/v1"):
-            assert client.completions.create(prompt=PROMPT, **GREEDY).usage.completion_tokens == 24
+            assert client.completions.create(prompt=PROMPT, **GREEDY | {"model": "demo"}).usage.completion_tokens == 24
         processes = psutil.Process(serving.process.pid).children(recursive=True)
         assert len(processes) >= 4
         assert serving.stop() == 0

@@ -35,7 +35,7 @@ def _assert_tells_of_load(lines: list[str], address: str) -> None:
     assert len(lines) <= 24
     text = "".join(lines)
     assert lines[0].startswith(f"headway top   {address}   serving   1 gateway")
-    assert "ready   demo_model on simulated" in text
+    assert "ready   demo on simulated" in text
     assert "2 of 2   1 waiting (0 preempted)" in text
     (tenant,) = [line.split() for line in lines if line.startswith("blue")]
     assert tenant[1:3] == ["2", "1"]

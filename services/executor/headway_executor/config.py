@@ -22,6 +22,7 @@ from headway_proto.wording import shown
 SCHEDULER_PUBLIC_KEY = "scheduler.key"
 EXECUTOR_SECRET_KEY = "executor.key_secret"  # noqa: S105 (a file's name)
 
+_MAX_NAME = 256
 _MAX_BLOCK_SIZE = 1024
 
 
@@ -35,6 +36,13 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(description="backend that runs the model: torch, triton (CUDA only), simulated, or an installed one")
     ] = "torch"
     model: Annotated[str, Meta(description="checkpoint directory")] = ""
+    served_model_name: Annotated[
+        str,
+        Meta(
+            description="name of the model to its clients, if they name one; without it the name that was given for the model: "
+            "a hub's ORG/NAME, or a directory's or file's last part"
+        ),
+    ] = ""
     device: Annotated[str, Meta(description="device of the model: cpu, cuda or cuda:N")] = "cpu"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -185,6 +193,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise _refusal("block_size", self.block_size, f"a power of two from 1 to {_MAX_BLOCK_SIZE}")
         check_ranges(self)
         _check_adapters(self.adapter)
+        _check_name(self.served_model_name)
         if not _is_device(self.device):
             raise _refusal("device", self.device, "cpu, cuda or cuda:N")
         if self.ranks_address:
@@ -229,6 +238,11 @@ def _check_adapters(adapters: dict[str, str]) -> None:
     for name, directory in adapters.items():
         if not is_adapter_name(name) or not directory:
             raise _refusal("adapter", f"{name}={directory}", f"NAME=DIRECTORY, with a name of {ADAPTER_NAME_FORM}")
+
+
+def _check_name(name: str) -> None:
+    if not name.isprintable() or len(name) > _MAX_NAME:
+        raise _refusal("served_model_name", name, f"at most {_MAX_NAME} printable characters")
 
 
 def _is_power_of_two(value: int) -> bool:

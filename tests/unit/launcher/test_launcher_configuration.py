@@ -239,7 +239,7 @@ def test_what_is_said_to_be_allowed_is_what_is_checked(value: float) -> None:
         ("serve --port 8000", "unknown flag --port; host and port are one flag: --grpc-address HOST:PORT"),
         ("gateway --host=::", "unknown flag --host; host and port are one flag: --grpc-address HOST:PORT"),
         ("serve --api-key sekret", "unknown flag --api-key; tokens are in a file: --auth-token-file FILE"),
-        ("serve --served-model-name=x", "unknown flag --served-model-name; the model has the name of its directory"),
+        ("serve --alias=x", "unknown flag --alias; did you mean --served-model-name?"),
         ("serve --gpu-memory-utilization 0.9", "unknown flag --gpu-memory-utilization; blocks take what is free"),
         ("serve --tool-call-parser hermes", "unknown flag --tool-call-parser; the chat template says what calls"),
         ("serve --trust-remote-code", "unknown flag --trust-remote-code; no code of a model is run"),

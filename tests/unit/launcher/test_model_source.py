@@ -1,5 +1,6 @@
 """What a model's name may stand for: directories, GGUF files, and a hub's models, against a hub on loopback."""
 
+import argparse
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import pytest
 
 from fake_hub import COMMIT, FakeHub, fake_hub
 from headway.planning.model_source import DEMO_MODEL_DIRECTORY, ModelSourceError, ModelSources
+from headway.planning.services import SERVICES, add_service_flags, load
 from unit.launcher.test_gguf import Kind, write_file
 
 REPOSITORY = "org/tiny"
@@ -160,3 +162,26 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyt
     file.write_bytes(b"GGUF")
     with pytest.raises(ModelSourceError, match=r"^no checkpoint can be made of it in .*; XDG_CACHE_HOME names another"):
         ModelSources(say=lambda _: None).directory_of(str(file))
+
+
+def test_a_model_is_served_by_the_name_that_was_given(tmp_path: Path) -> None:
+    file = tmp_path / "Tiny-Q4_0.gguf"
+    file.touch()
+    names = {
+        "demo": "demo",
+        REPOSITORY: REPOSITORY,
+        f"{REPOSITORY}@main": REPOSITORY,
+        str(file): "Tiny-Q4_0",
+        str(tmp_path): "",  # its executor takes the directory's
+        "no-such-model": "",
+    }
+    assert {name: ModelSources.served_name_of(name) for name in names} == names
+
+
+@pytest.mark.parametrize(("flags", "name"), [((), "demo"), (("--served-model-name", "mine"), "mine")])
+def test_who_serves_may_choose_another_name(flags: tuple[str, ...], name: str) -> None:
+    service = SERVICES["executor"]
+    parser = argparse.ArgumentParser()
+    add_service_flags(parser, service)
+    config = load(service, parser.parse_args(["--model", "demo", *flags]), {})
+    assert (config.served_model_name, config.model) == (name, str(DEMO_MODEL_DIRECTORY))

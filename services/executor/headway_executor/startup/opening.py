@@ -60,6 +60,7 @@ class Opening:
             uses_shared_memory=config.host_pool == "shm",
             warn=log.warning,
         )
+        self._served_name = config.served_model_name
         self._config = msgspec.structs.replace(
             config.backend_config(),
             progress=_Progress(log).report,
@@ -79,7 +80,8 @@ class Opening:
         Raises:
             BackendConfigError, ModelFilesError: see ``ExecutorBackend.open``.
         """
-        return self.store.open(self.backend.open(self._config))
+        info = self.store.open(self.backend.open(self._config))
+        return msgspec.structs.replace(info, model_name=self._served_name or info.model_name)
 
     def close(self) -> None:
         """Close both. May be called twice."""

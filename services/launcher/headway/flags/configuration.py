@@ -63,7 +63,7 @@ _TOKENS = (
     ("--auth-token-file", "tokens are in a file: --auth-token-file FILE, see docs/security.md"),
     ("--token-file", "the token is read from a file, since others see command lines: --token-file FILE"),
 )
-_NAMES = (("--model", "the model has the name of its directory, and a request may leave it out"),)
+_NAMES = (("--served-model-name", "did you mean --served-model-name?"),)
 _SHARES = (("--num-kv-blocks", "blocks take what is free; --num-kv-blocks N bounds them"),)
 _FORMS = (("--http-address", "the chat template says what calls and thoughts look like; leave it out"),)
 _TEMPLATES = (("--model", "the template is chat_template.jinja in the model's directory"),)
@@ -74,7 +74,6 @@ _ELSEWHERE = {
     "--host": _ADDRESSES,
     "--api-key": _TOKENS,
     "--token": _TOKENS,
-    "--served-model-name": _NAMES,
     "--alias": _NAMES,
     "--gpu-memory-utilization": _SHARES,
     "--mem-fraction-static": _SHARES,

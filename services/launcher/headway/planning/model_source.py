@@ -26,6 +26,7 @@ _FETCHED = ("*.json", "*.safetensors", "*.jinja")
 _OF_OTHER_FORMATS = ("*/*", "consolidated*")
 _IN_FOLDERS = ("*_Pooling/config.json", "additional_chat_templates/*.jinja")
 """How vectors are made, and the further chat templates. They cannot be told from ``*/*`` in one call."""
+_GGUF = ".gguf"
 _SHA256_DIGITS = 64
 _WRITTEN_AS = 3
 """The version of what the import of a GGUF file writes. Checkpoints of an earlier version are not used again."""
@@ -66,6 +67,17 @@ class ModelSources:
             self._found[name] = self._find(name)
         return self._found[name]
 
+    @staticmethod
+    def served_name_of(name: str) -> str:
+        """Return what clients call the model, or "" if that is the name of its directory."""
+        path = Path(name)
+        if name == DEMO_MODEL:
+            return name
+        if path.suffix == _GGUF and path.is_file():
+            return path.stem if path.stem.isprintable() else ""
+        of_hub = None if path.is_dir() else _HUB_NAME.fullmatch(name)
+        return of_hub["repository"] if of_hub else ""
+
     def _find(self, name: str) -> str:
         if name == DEMO_MODEL:
             return str(DEMO_MODEL_DIRECTORY)
@@ -73,10 +85,10 @@ class ModelSources:
         if path.is_dir():
             _require_files(path)
             return name
-        if path.suffix == ".gguf" and path.is_file():
+        if path.suffix == _GGUF and path.is_file():
             return str(self._from_gguf(path))
         of_hub = _HUB_NAME.fullmatch(name)
-        if of_hub is None or path.suffix == ".gguf":
+        if of_hub is None or path.suffix == _GGUF:
             return name
         return self._from_hub(of_hub["repository"], of_hub["revision"])
 

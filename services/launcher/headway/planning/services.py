@@ -146,7 +146,7 @@ def sources_in_file(arguments: argparse.Namespace, environment: Mapping[str, str
 
 
 def with_model_directory(given: Layer, models: ModelSources) -> dict[str, Any]:
-    """Replace the model's name by its directory.
+    """Replace the model's name by its directory, and serve the model by the name that was given.
 
     Raises:
         ModelDirectoryError: the model cannot be had.
@@ -158,6 +158,7 @@ def with_model_directory(given: Layer, models: ModelSources) -> dict[str, Any]:
             result["model"] = msgspec.structs.replace(model, value=models.directory_of(model.value))
         except ModelSourceError as error:
             raise ModelDirectoryError(f"{model.origin}: {shown(model.value)} is not allowed; {error}") from None
+        result.setdefault("served_model_name", msgspec.structs.replace(model, value=models.served_name_of(model.value)))
     return result
 
 
