@@ -71,7 +71,7 @@ class Ways:
     async def openai_through_smg(self, tokens: int, seed: int) -> list[float]:
         """``/v1/completions`` of smg, read line by line. Some tokens bring no text and no event."""
         body = {
-            "model": "demo",
+            "model": DEMO_MODEL.name,
             "prompt": PROMPT,
             "max_tokens": tokens,
             "seed": seed,
