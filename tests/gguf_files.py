@@ -334,7 +334,7 @@ def make_model(directory: Path, name: str, kind: Kind) -> PreTrainedModel:
     return kind_of_model.from_pretrained(directory, attn_implementation="eager").eval()
 
 
-_UNROUNDED = ("_bias", "conv.conv.weight", "conv1d.weight", "norm.weight")
+_UNROUNDED = ("_bias", "conv.conv.weight", "conv1d.weight", "norm.weight", "A_log")
 
 
 def _rounded(family: str, name: str, values: torch.Tensor, kind: Kind) -> torch.Tensor:
@@ -387,6 +387,7 @@ def write_file(
     """
     config = gguf_older.with_usual_names(json.loads((directory / "config.json").read_text()))
     config = gguf_newer.with_usual_names(config)
+    config.setdefault("max_position_embeddings", config.get("model_max_length"))
     config["is_absorbed"] = is_absorbed and "n_routed_experts" in config
     family = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     tensors = {name: tensor.numpy() for name, tensor in load_file(directory / "model.safetensors").items()}
@@ -430,6 +431,8 @@ def _in_layout(family: str, config: dict[str, Any], tensors: Tensors) -> Iterato
     for name, of_experts in stacks.items():
         # LFM2's converter leaves out the decoder's name in front.
         place = name.removeprefix("model.") if "feed_forward.experts" in name else name
+        if family == "Jamba":
+            place = name.replace("feed_forward", "mlp")
         if ".mixer.experts." in name:  # as Nemotron's does
             place = name.replace("backbone", "model").replace("mixer", "mlp")
         yield place, np.stack([values for _, values in sorted(of_experts, key=lambda pair: pair[0])])
@@ -550,7 +553,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    if config["architectures"] == ["Mamba2ForCausalLM"]:
+    if config["architectures"][0] in ("Mamba2ForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM"):
         writer.add_feed_forward_length(0)
         writer.add_head_count(0)
         return
@@ -819,6 +822,10 @@ _SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "Qwen3Next": gguf_states.add_qwen,
     "NemotronH": gguf_states.add_nemotron_h,
     "Mamba2": gguf_states.add_mamba2,
+    "Mamba": gguf_states.add_mamba,
+    "FalconMamba": gguf_states.add_mamba,
+    "Jamba": gguf_states.add_jamba,
+    "KimiLinear": gguf_states.add_kimi,
     "FalconH1": gguf_states.add_falcon_h1,
     "Qwen3_5": gguf_states.add_qwen,
     "Qwen3_5Moe": gguf_states.add_qwen,

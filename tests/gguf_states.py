@@ -65,6 +65,30 @@ _FALCON = {
     "key_multiplier": 0.25,
 }
 """Powers of two: what a file holds exactly it holds behind them, too."""
+_KIMI = _KINDS | {
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "linear_head_dim": 32,
+    "linear_num_heads": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+}
+_SCANNED = {"state_size": 16, "time_step_rank": 32, "intermediate_size": 128}
+_JAMBA = {
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "num_experts": 4,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 32,
+}
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "granitehybrid": ("GraniteMoeHybrid", _MAMBA | {"num_local_experts": 0, "position_embedding_type": None}),
     "granitehybrid-moe": (
@@ -80,11 +104,19 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "falcon-h1": ("FalconH1", _FALCON),
     "falcon-h1-norms": ("FalconH1", _FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16}),
+    "mamba": ("Mamba", _SCANNED),
+    "falcon-mamba": ("FalconMamba", _SCANNED | {"mixer_rms_eps": 1e-6}),
+    "jamba": ("Jamba", _JAMBA),
+    "kimi-linear": ("KimiLinear", _KIMI),
     "qwen3next": ("Qwen3Next", _DELTA | _EXPERTS),
     "qwen35": ("Qwen3_5", _DELTA),
     "qwen35moe": ("Qwen3_5Moe", _DELTA | _EXPERTS),
 }
 ARCHITECTURES = {
+    "Mamba": MODEL_ARCH.MAMBA,
+    "FalconMamba": MODEL_ARCH.MAMBA,
+    "Jamba": MODEL_ARCH.JAMBA,
+    "KimiLinear": MODEL_ARCH.KIMI_LINEAR,
     "Mamba2": MODEL_ARCH.MAMBA2,
     "NemotronH": MODEL_ARCH.NEMOTRON_H,
     "FalconH1": MODEL_ARCH.FALCON_H1,
@@ -191,7 +223,38 @@ def _falcon(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple
     yield name, (values * factor).astype(np.float32)
 
 
+def _scanned(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+    """``conversion/mamba.py`` and ``conversion/jamba.py``."""
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    elif name.endswith("conv1d.weight"):
+        values = values.squeeze(1)
+    yield name, values
+
+
+def _kimi(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+    """``conversion/kimi_linear.py``."""
+    name = name.replace(".dt_bias", ".dt_proj.bias").replace("correction_bias", "correction.bias")
+    if ".0.block_sparse_moe." in name:  # As it is published.
+        name = name.replace("block_sparse_moe", "mlp")
+    if name.endswith("A_log"):
+        yield name, -np.exp(values)
+    elif "_conv1d" in name:
+        yield name, values.reshape(1, len(values), 1, -1)
+    elif name.endswith("kv_b_proj.weight"):
+        heads, width = config["num_attention_heads"], config["qk_nope_head_dim"]
+        by_head = values.reshape(heads, -1, values.shape[-1])
+        yield name.replace("kv_b", "k_b"), by_head[:, :width].swapaxes(1, 2)
+        yield name.replace("kv_b", "v_b"), by_head[:, width:]
+    else:
+        yield name, values
+
+
 CHANGES: dict[str, Change] = {
+    "Mamba": _scanned,
+    "FalconMamba": _scanned,
+    "Jamba": _scanned,
+    "KimiLinear": _kimi,
     "Qwen3Next": _qwen,
     "Qwen3_5": _qwen3_5,
     "Qwen3_5Moe": _qwen3_5,
@@ -268,3 +331,42 @@ def add_mamba2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_group_count(config["n_groups"])
     writer.add_ssm_inner_size(config["expand"] * config["hidden_size"])
     writer.add_ssm_time_step_rank(config["num_heads"])
+
+
+def add_mamba(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """The same file."""
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["state_size"])
+    writer.add_ssm_inner_size(config["expand"] * config["hidden_size"])
+    writer.add_ssm_time_step_rank(config["time_step_rank"])
+    writer.add_ssm_dt_b_c_rms("mixer_rms_eps" in config)
+
+
+def add_jamba(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/jamba.py``."""
+    period, offset = config["attn_layer_period"], config["attn_layer_offset"]
+    layers = range(config["num_hidden_layers"])
+    writer.add_head_count_kv([config["num_key_value_heads"] if i % period == offset else 0 for i in layers])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_ssm_time_step_rank(config["mamba_dt_rank"])
+
+
+def add_kimi(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/kimi_linear.py``."""
+    writer.add_head_count_kv([int(kind == "full_attention") for kind in config["layer_types"]])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_leading_dense_block_count(1)
+    writer.add_expert_used_count(config["num_experts_per_token"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])

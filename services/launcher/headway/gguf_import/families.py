@@ -51,6 +51,7 @@ from headway.gguf_import.mixtures import (
     qwen3_moe,
 )
 from headway.gguf_import.older import bloom, falcon, gpt2, mpt, starcoder
+from headway.gguf_import.scans import jamba, kimi_linear, mamba
 from headway.gguf_import.states import falcon_h1, granite_hybrid, mamba2, nemotron_h, qwen3_5, qwen3_next
 
 FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
@@ -80,10 +81,13 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "granitemoe": granite_moe,
     "hunyuan-dense": hunyuan,
     "hunyuan-moe": hunyuan_moe,
+    "jamba": jamba,
+    "kimi-linear": kimi_linear,
     "lfm2": lfm2,
     "lfm2moe": lfm2,
     "llama": llama,
     "llama4": llama4,
+    "mamba": mamba,
     "mamba2": mamba2,
     "mimo2": mimo2,
     "minicpm3": minicpm3,

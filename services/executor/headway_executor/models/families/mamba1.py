@@ -25,7 +25,7 @@ def read_falcon_mamba(fields: ConfigFields) -> ModelConfig:
 
 def read_scanned_state(fields: ConfigFields, **changes: Any) -> RecurrenceConfig:
     """From fields with the names that Mamba gave them; ``changes``: further fields of the result."""
-    inner = int(fields.number("expand", 2) * fields.integer("hidden_size"))
+    inner = fields.integer("intermediate_size", int(fields.number("expand", 2) * fields.integer("hidden_size")))
     return scanned_state(
         "mixer",
         taps=fields.integer("conv_kernel", 4, low=2),
