@@ -17,6 +17,10 @@ _BY_CASE = (
     r"|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_HAN = r"\p{Han}"
+_KIMI = rf"[{_HAN}]+|" + _BY_CASE.replace("[\\r\\n/]", "[\\r\\n]").replace("ENDING", _ENDING).replace(
+    "DIGITS", "{1,3}"
+).replace(_UPPER, f"{_UPPER[:-1]}&&[^{_HAN}]]").replace(_LOWER, f"{_LOWER[:-1]}&&[^{_HAN}]]")
 _DEEPSEEK_LETTERS = (
     "µÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼι"
     "ῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀"  # noqa: RUF001
@@ -80,6 +84,7 @@ CUTS = {
         ("gpt-4o", "llama4", "minimax-m2"),
         Cut((_BY_CASE.replace("ENDING", _ENDING).replace("DIGITS", "{1,3}"),)),
     ),
+    "kimi-k2": Cut((_KIMI,)),
     "tekken": Cut((_BY_CASE.replace("ENDING", "").replace("DIGITS", ""),), merges_late=True),
     "deepseek-llm": Cut(_DEEPSEEK_2),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Cut(_DEEPSEEK_3)),
