@@ -95,6 +95,16 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         "GraniteMoeHybrid",
         _MAMBA | {"num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": None},
     ),
+    "bamba": (
+        "Bamba",
+        {
+            "attn_layer_indices": [1],
+            "attn_rotary_emb": 8,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+        },
+    ),
     "nemotron_h": ("NemotronH", _NEMOTRON | {"layers_block_type": [*_ALONE, "mlp"]}),
     "nemotron_h_moe": ("NemotronH", _NEMOTRON | {"layers_block_type": ["moe", *_ALONE]}),
     "nemotron_h_moe-latent": (
@@ -121,6 +131,7 @@ ARCHITECTURES = {
     "NemotronH": MODEL_ARCH.NEMOTRON_H,
     "FalconH1": MODEL_ARCH.FALCON_H1,
     "GraniteMoeHybrid": MODEL_ARCH.GRANITE_HYBRID,
+    "Bamba": MODEL_ARCH.GRANITE_HYBRID,
     "Qwen3Next": MODEL_ARCH.QWEN3NEXT,
     "Qwen3_5": MODEL_ARCH.QWEN35,
     "Qwen3_5Moe": MODEL_ARCH.QWEN35MOE,
@@ -271,7 +282,12 @@ def add_granite_hybrid(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_group_count(config["mamba_n_groups"])
     writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
     writer.add_ssm_time_step_rank(config["mamba_n_heads"])
-    writer.add_rope_scaling_finetuned(False)
+    is_bamba = "attn_layer_indices" in config
+    writer.add_rope_scaling_finetuned(is_bamba)
+    if is_bamba:
+        layers, kv_heads = range(config["num_hidden_layers"]), config["num_key_value_heads"]
+        writer.add_rope_dimension_count(config["attn_rotary_emb"])
+        writer.add_head_count_kv([kv_heads if index in config["attn_layer_indices"] else 0 for index in layers])
 
 
 def add_qwen(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

@@ -50,6 +50,7 @@ def served(directory, kernels):
 
 
 OTHERWISE_IN_LLAMA_CPP = {
+    "bamba": "its file has channels of whole heads turned, and it rotates half of each",
     "command-r-norms": "only with 64 layers does it read norms of heads",
     "deepseek2": "it scores groups by two experts",
     "deepseek2-lite": "only with 26 or 27 layers are queries not compressed",

@@ -64,7 +64,11 @@ def has_in_some_layer(metadata: Metadata, tensor: str) -> bool:
 
 
 def granite_hybrid(metadata: Metadata) -> Family:
-    """A layer without heads of keys has a state. A tensor for each matrix of a feed-forward, as in Granite's mixtures."""
+    """A layer without heads of keys has a state. A tensor for each matrix of a feed-forward, as in Granite's mixtures. Without
+    factors on logits, it is Bamba.
+    """
+    if "logit_scale" not in metadata:
+        return _bamba(metadata)
     experts = {"ffn_gate_inp": "block_sparse_moe.router.layer"} | by_expert("block_sparse_moe.experts")
     dense = {place: name.replace("mlp.", "shared_mlp.") for place, name in DENSE.items()}
     layout = Layout(
@@ -73,9 +77,6 @@ def granite_hybrid(metadata: Metadata) -> Family:
         bare=bare_of_state("mamba"),
     )
     num_experts = metadata.integer("expert_count", 0, low=0)
-    hidden, inner = metadata.integer("embedding_length"), metadata.integer("ssm.inner_size")
-    if inner % hidden:
-        raise metadata.refuse("ssm.inner_size", f"a multiple of {hidden}")
     rotates = metadata.value("rope.scaling.finetuned", True)
     fields = {
         "layer_types": [FULL if heads else LINEAR for heads in metadata.kv_heads],
@@ -86,6 +87,36 @@ def granite_hybrid(metadata: Metadata) -> Family:
         "shared_intermediate_size": metadata.integer(
             "expert_shared_feed_forward_length", metadata.integer("feed_forward_length"), low=0
         ),
+    }
+    return Family("GraniteMoeHybridForCausalLM", layout, fields | _mamba_fields(metadata) | granite_factors(metadata))
+
+
+def _bamba(metadata: Metadata) -> Family:
+    """llama.cpp's converter turns whole heads of queries and keys, though half of each is rotated."""
+    metadata.refuse_unless("rope.dimension_count", metadata.head_dim // 2)
+    metadata.refuse_unless("rope.scaling.finetuned", allowed=True)
+    metadata.refuse_unless("expert_count", 0)
+    dense = {place: name.replace("mlp.", "feed_forward.") for place, name in DENSE.items()}
+    layout = Layout(
+        usual(dense, {"ffn_norm": "pre_ff_layernorm"}, of_state("mamba")),
+        outside={"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"},
+        orders=turned(metadata) | orders_of_state(),
+        bare=bare_of_state("mamba"),
+    )
+    fields = {
+        "attn_layer_indices": [index for index, heads in enumerate(metadata.kv_heads) if heads],
+        "attention_bias": has_in_some_layer(metadata, "attn_q.bias"),
+        "mlp_bias": has_in_some_layer(metadata, "ffn_up.bias"),
+        "partial_rotary_factor": 0.5,
+    }
+    return Family("BambaForCausalLM", layout, fields | _mamba_fields(metadata))
+
+
+def _mamba_fields(metadata: Metadata) -> dict[str, object]:
+    hidden, inner = metadata.integer("embedding_length"), metadata.integer("ssm.inner_size")
+    if inner % hidden:
+        raise metadata.refuse("ssm.inner_size", f"a multiple of {hidden}")
+    return {
         "mamba_n_heads": metadata.integer("ssm.time_step_rank"),
         "mamba_n_groups": metadata.integer("ssm.group_count", 1),
         "mamba_d_state": metadata.integer("ssm.state_size"),
@@ -94,7 +125,6 @@ def granite_hybrid(metadata: Metadata) -> Family:
         "mamba_conv_bias": has_in_some_layer(metadata, "ssm_conv1d.bias"),
         "mamba_proj_bias": has_in_some_layer(metadata, "ssm_in.bias"),
     }
-    return Family("GraniteMoeHybridForCausalLM", layout, fields | granite_factors(metadata))
 
 
 def qwen3_next(metadata: Metadata) -> Family:
