@@ -6,6 +6,7 @@ writer. What is done to weights is described in ``conversion/*.py`` of ggml-org/
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -311,7 +312,7 @@ _ARCHITECTURES = (
     | gguf_gemma4.ARCHITECTURES
     | gguf_newer.ARCHITECTURES
 )
-_WITH_PARTS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+_WITH_PARTS = ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 _PERMUTED = ("Llama", "Ministral3", "Mixtral", "Granite", "SmolLM3", "Olmo", "Arcee")
 
 
@@ -422,6 +423,9 @@ def _in_layout(family: str, config: dict[str, Any], tensors: Tensors) -> Iterato
     """What the converter's ``modify_tensors`` gives for all tensors."""
     stacks: dict[str, list[tuple[int, Values]]] = {}
     for name, values in tensors.items():
+        if name.startswith("model.altup_"):
+            stacks.setdefault(re.sub(r"\.\d+\.", ".", name), []).append((int(name.split(".")[2]), values))
+            continue
         if ".experts." in name and name.split(".experts.")[1][0].isdigit():
             before, _, after = name.partition(".experts.")
             number, _, rest = after.partition(".")

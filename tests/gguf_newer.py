@@ -5,8 +5,11 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf import MODEL_ARCH
 from numpy.typing import NDArray
+
+from checkpoints import VOCAB_SIZE
 
 Values = NDArray[np.float32]
 Change = Callable[[str, Values, dict[str, Any]], Iterator[tuple[str, Values]]]
@@ -46,13 +49,34 @@ _DBRX: dict[str, object] = {
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 10_000.0},
     "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 3},
 }
+_GEMMA3N: dict[str, object] = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    "sliding_window": 20,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "altup_num_inputs": 3,
+    "laurel_rank": 32,
+    "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0, 0.0],
+    "intermediate_size": [96, 96, 128, 96, 96],
+    "pad_token_id": 1,
+    "final_logit_softcapping": 8.0,
+    "tie_word_embeddings": True,
+}
 
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "minicpm3": ("MiniCPM3", _MINICPM3),
     "dbrx": ("Dbrx", _DBRX),
+    "gemma3n": ("Gemma3n", _GEMMA3N),
     "mimo2": ("MiMoV2Flash", _MIMO),
 }
-ARCHITECTURES = {"MiniCPM3": MODEL_ARCH.MINICPM3, "MiMoV2Flash": MODEL_ARCH.MIMO2, "Dbrx": MODEL_ARCH.DBRX}
+ARCHITECTURES = {
+    "MiniCPM3": MODEL_ARCH.MINICPM3,
+    "MiMoV2Flash": MODEL_ARCH.MIMO2,
+    "Dbrx": MODEL_ARCH.DBRX,
+    "Gemma3n": MODEL_ARCH.GEMMA3N,
+}
 
 
 def _add_minicpm3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -85,6 +109,24 @@ def _mimo(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str, V
     if name.endswith("e_score_correction_bias"):
         name = name.replace("_bias", ".bias")
     yield f"{name}.weight" if name.endswith("attention_sink_bias") else name, values
+
+
+def _add_gemma3n(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/gemma.py``."""
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    shares = torch.tensor(config["activation_sparsity_pattern"])
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(shares).tolist())
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
+def _gemma3n(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+    """The same; the products of further states are stacks, which come from ``in_stacks``."""
+    yield f"{name}.weight" if name.endswith("_scale") else name, values
 
 
 def with_usual_names(config: dict[str, Any]) -> dict[str, Any]:
@@ -122,9 +164,10 @@ def _dbrx(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple[s
         yield name, values
 
 
-CHANGES: dict[str, Change] = {"MiMoV2Flash": _mimo, "Dbrx": _dbrx}
+CHANGES: dict[str, Change] = {"MiMoV2Flash": _mimo, "Dbrx": _dbrx, "Gemma3n": _gemma3n}
 SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "MiniCPM3": _add_minicpm3,
     "Dbrx": _add_dbrx,
+    "Gemma3n": _add_gemma3n,
     "MiMoV2Flash": _add_mimo,
 }

@@ -63,7 +63,7 @@ OTHERWISE_IN_LLAMA_CPP = {
     "phi3": "it has no window",
     "qwen2": "the usual bounds for yarn",
 }
-ON_OPERATORS = ("nemotron_h_moe-latent",)
+ON_OPERATORS = ("nemotron_h_moe-latent", "gemma3n")
 """With what the CPU kernels lack."""
 CASES = [
     *(

@@ -31,6 +31,7 @@ from headway.gguf_import.dense import (
     starcoder2,
 )
 from headway.gguf_import.family import Family
+from headway.gguf_import.gemma3n import gemma3n
 from headway.gguf_import.gemma4 import gemma4
 from headway.gguf_import.metadata import Metadata
 from headway.gguf_import.mixtures import (
@@ -70,6 +71,7 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3": gemma3,
+    "gemma3n": gemma3n,
     "gemma4": gemma4,
     "glm4": glm4,
     "glm4moe": glm4_moe,

@@ -17,21 +17,21 @@ _PATTERN, _WIDTHS = "attention.sliding_window_pattern", "feed_forward_length"
 _FACTORS = "rope_freqs.weight"
 _NOT_TURNED = 1e30
 _SUPPRESSED = "tokenizer.ggml.suppress_tokens"
-_OUTSIDE = {
+INPUTS_OUTSIDE = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
-_INSIDE = {
+INPUTS_INSIDE = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
-    "layer_output_scale": "layer_scalar",
 }
 _MIXTURE = {
+    "layer_output_scale": "layer_scalar",
     "ffn_gate_inp": "router.proj",
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
@@ -69,8 +69,8 @@ def gemma4(metadata: Metadata) -> Family:
     }
     fields |= _inner_sizes(metadata, num_own) | _inputs(metadata) | _experts(metadata)
     layout = Layout(
-        usual(DENSE, QK_NORMS, _INSIDE, _MIXTURE, by_expert("experts")),
-        outside=OUTSIDE | _OUTSIDE,
+        usual(DENSE, QK_NORMS, INPUTS_INSIDE, _MIXTURE, by_expert("experts")),
+        outside=OUTSIDE | INPUTS_OUTSIDE,
         splits={"ffn_gate_up_exps": _gates_and_ups},
         bare=_BARE,
     )
