@@ -282,6 +282,7 @@ def test_ropes_of_sections_are_those_of_such_models_alone(tmp_path):
     ("whole", "reason"),
     [
         ({"architectures": ["MllamaForConditionalGeneration"]}, "layers that attend to pictures"),
+        ({"architectures": ["MistralLarge4ForConditionalGeneration"]}, "an index of the keys"),
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "later tokens of the prompt"),
         (
             {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "opt"}},

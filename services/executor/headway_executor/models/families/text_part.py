@@ -173,6 +173,7 @@ _CHAT, _CHAT_CONFIG = "InternVLChatModel", "llm_config"
 """A whole as it was published before transformers had it, and where its text's fields are."""
 
 _REASONS = {
+    "MistralLarge4": "an index of the keys that a query sees, and layers that share compressed rows",
     "Mllama": "layers that attend to pictures",
     "PaliGemma": "attention to later tokens of the prompt",
 }
