@@ -255,6 +255,7 @@ OTHERS_REFUSED = [
     ("Gemma4", GEMMA4 | {"enable_moe_block": True, "num_experts": 4}, "top_k_experts"),
     ("Gemma4", GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
     ("Gemma4", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input"),
+    ("Gemma4", {"vocab_size_per_layer_input": 300}, "vocab_size_per_layer_input"),
     ("Phi3", {"rope_scaling": LONG | {"short_factor": [1.0]}}, "short_factor"),
     ("Phi3", {"rope_scaling": LONG | {"short_factor": None}}, "short_factor"),
     ("Phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 1}, "original_max_position_embeddings"),

@@ -106,7 +106,10 @@ def _with_experts(fields: ConfigFields, dense: FeedForwardConfig) -> FeedForward
 
 def _layer_inputs_of(fields: ConfigFields) -> LayerInputs | None:
     size = fields.integer("hidden_size_per_layer_input", 256, low=0)
-    return LayerInputs(size=size, vocab_size=fields.integer("vocab_size_per_layer_input", 262_144)) if size else None
+    words, needed = fields.integer("vocab_size_per_layer_input", 262_144), fields.integer("vocab_size")
+    if size and words < needed:  # Each token looks there for its row.
+        raise fields.refuse("vocab_size_per_layer_input", f"vocab_size, {needed}, or more")
+    return LayerInputs(size=size, vocab_size=words) if size else None
 
 
 def sources_of(fields: ConfigFields, kinds: Sequence[str], default: int) -> list[int | None]:

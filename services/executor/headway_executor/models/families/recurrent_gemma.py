@@ -1,7 +1,8 @@
 """RecurrentGemma (Griffin): a real-gated linear recurrent unit in most layers, attention with a window in the others."""
 
+import struct
+
 import msgspec
-import torch
 
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig, NormConfig, RecurrenceConfig, Scalings
@@ -35,6 +36,14 @@ _STATE = RecurrenceNames(
 )
 
 
+def _in_bfloat16(number: float) -> float:
+    """The nearest one, of two the even: the upper half of a float32. What reads files needs no torch."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", number))
+    upper = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    (rounded,) = struct.unpack("<f", struct.pack("<I", upper))
+    return float(rounded)
+
+
 def read_recurrent_gemma(fields: ConfigFields) -> ModelConfig:
     """``RecurrentGemmaForCausalLM``."""
     refuse_unless(fields, "hidden_activation", "gelu_pytorch_tanh")
@@ -58,7 +67,7 @@ def read_recurrent_gemma(fields: ConfigFields) -> ModelConfig:
         windows=[window if has_it else None for has_it in attends],
         scalings=Scalings(
             # Rounded, whatever the model's dtype.
-            embedding=float(torch.tensor(hidden**0.5, dtype=torch.bfloat16)),
+            embedding=_in_bfloat16(hidden**0.5),
             logits_softcap=fields.number("logits_soft_cap", 30.0),
         ),
         recurrences=[None if has_it else state for has_it in attends],
