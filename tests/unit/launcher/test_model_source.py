@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fake_hub import COMMIT, FakeHub, fake_hub
+from headway.planning.hub import HubError, HubName, _chosen
 from headway.planning.model_source import DEMO_MODEL_DIRECTORY, ModelSourceError, ModelSources
 from headway.planning.services import SERVICES, add_service_flags, load
 from unit.launcher.test_gguf import Kind, write_file
@@ -77,6 +79,7 @@ def test_a_hubs_model_is_fetched_once_and_then_served_without_it(published: Path
     assert (Path(directory) / WEIGHTS).read_bytes() == (published / WEIGHTS).read_bytes()
     assert "looking for org/tiny" in told
     assert "checking the sums of 1 files" in told
+    assert "No files matched" not in told
     for offline in (True, False):
         code, same, told = found(None, tmp_path, offline=offline)
         assert (code, same) == (0, directory)
@@ -104,6 +107,54 @@ def test_what_a_hub_does_not_have_is_told_in_one_line(published: Path, tmp_path:
     reason = "it is not in the cache, the hub does not answer, and there is no such directory"
     assert found(None, tmp_path)[:2] == (3, reason)
     assert found(None, tmp_path, offline=True)[:2] == (3, "it is not in the cache, and there is no such directory")
+
+
+@pytest.fixture
+def gguf_files(tmp_path: Path) -> Path:
+    directory = tmp_path / "published"
+    directory.mkdir()
+    made = tmp_path / "made" / "tiny-Q4_0.gguf"
+    made.parent.mkdir()
+    write_file(made, [Kind.Q8_0])
+    made.rename(directory / made.name)
+    for name in ("tiny-UD-Q4_0.gguf", "tiny-UD-Q8_0.gguf", "mmproj-F16.gguf", "README.md"):
+        (directory / name).write_bytes(b"never asked for")
+    return directory
+
+
+def test_a_gguf_file_of_a_hub_is_named_by_its_form(gguf_files: Path, tmp_path: Path) -> None:
+    with fake_hub(REPOSITORY, gguf_files) as hub:
+        code, directory, told = found(hub, tmp_path, f"{REPOSITORY}:q4_0")
+        assert code == 0, directory + told
+        assert Path(directory, "config.json").exists()
+        assert [name for name in hub.files if hub.fetched(name)] == ["tiny-Q4_0.gguf"]
+        choices = "allowed: org/tiny:Q4_0, org/tiny:UD-Q4_0, org/tiny:UD-Q8_0"
+        assert found(hub, tmp_path)[:2] == (3, f"the hub's model has GGUF files only; {choices}")
+        other = found(hub, tmp_path, f"{REPOSITORY}:Q5_K_M")[:2]
+        assert other == (3, f"the hub's model has no GGUF files called Q5_K_M; {choices}")
+    for name in (":Q4_0", ":tiny-Q4_0.gguf", f":Q4_0@{COMMIT}"):
+        assert found(None, tmp_path, REPOSITORY + name, offline=True)[:2] == (0, directory)
+
+
+@pytest.mark.parametrize(
+    ("form", "files"),
+    [
+        ("q8_0", ["tiny-UD-Q8_0.gguf"]),
+        ("UD-Q4_0", ["tiny-UD-Q4_0.gguf"]),
+        ("tiny-Q4_0.gguf", ["tiny-Q4_0.gguf"]),
+        ("BF16", ["BF16/tiny-BF16-00001-of-00002.gguf", "BF16/tiny-BF16-00002-of-00002.gguf"]),
+    ],
+)
+def test_one_file_in_all_its_parts_is_chosen(form: str, files: list[str]) -> None:
+    there = ["tiny-Q4_0.gguf", "tiny-UD-Q4_0.gguf", "tiny-UD-Q8_0.gguf"]
+    there += [f"BF16/tiny-BF16-0000{part}-of-00002.gguf" for part in (1, 2)]
+    assert _chosen(HubName("a/b", form, None), there) == files
+
+
+def test_a_form_of_two_files_is_refused_with_the_names_of_the_files() -> None:
+    reason = "the hub's model has 2 GGUF files called Q4_0; allowed: a/b:one-Q4_0.gguf, a/b:two-Q4_0.gguf"
+    with pytest.raises(HubError, match=f"^{re.escape(reason)}$"):
+        _chosen(HubName("a/b", "Q4_0", None), ["one-Q4_0.gguf", "two-Q4_0.gguf"])
 
 
 def test_directories_and_names_of_nothing_stay(tmp_path: Path) -> None:
@@ -171,6 +222,7 @@ def test_a_model_is_served_by_the_name_that_was_given(tmp_path: Path) -> None:
         "demo": "demo",
         REPOSITORY: REPOSITORY,
         f"{REPOSITORY}@main": REPOSITORY,
+        f"{REPOSITORY}:Q4_0@main": f"{REPOSITORY}:Q4_0",
         str(file): "Tiny-Q4_0",
         str(tmp_path): "",  # its executor takes the directory's
         "no-such-model": "",
