@@ -51,6 +51,20 @@ _EXTRAS = {
     "huggingface_hub": "hub",
     "shtab": "completion",
     "httpx2": "gateway",
+    "hpack": "gateway",
+    "httptools": "gateway",
+    "uvicorn": "gateway",
+    "uvloop": "gateway",
+}
+
+# What other programs call a command, and what to do here.
+_ELSEWHERE = {
+    "run": "headway serve MODEL serves a model, and headway generate TEXT asks it",
+    "chat": "headway generate --chat TEXT asks a running server",
+    "pull": "headway serve ORG/NAME fetches a model that is not here yet",
+    "list": "a hub's models are in the cache of huggingface_hub: hf cache ls",
+    "ps": "headway top shows a running server",
+    "stop": "Ctrl-C or SIGTERM ends headway serve",
 }
 
 
@@ -83,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, rest = words[0].removeprefix("--"), words[1:]
     name = ALIASES.get(name, name)
     if name not in COMMANDS:
-        return _refuse("headway", f"unknown command {shown(words[0])[1:-1]}{suggestion(name, COMMANDS)}")
+        hint = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else suggestion(name, COMMANDS)
+        return _refuse("headway", f"unknown command {shown(words[0])[1:-1]}{hint}")
     try:
         _require_current_directory()
         with one_blas_thread():

@@ -295,3 +295,9 @@ def test_help_fits_a_screen_and_help_all_has_every_flag(
     assert shown[0].count("\n") <= 40
     assert f"headway {name} --help-all has " in shown[0]
     assert all(flag in shown[1] for flag in flags)
+
+
+def test_what_other_programs_call_a_command_gets_one_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "demo"]) == 2
+    told = "headway: unknown command chat; headway generate --chat TEXT asks a running server\n"
+    assert capsys.readouterr().err == told
