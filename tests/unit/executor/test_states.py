@@ -168,19 +168,22 @@ def test_stages_have_the_states_of_their_own_layers(tmp_path, name, kernels):
     group.close()
 
 
-@pytest.mark.parametrize("has_strengths", [False, True], ids=["selective", "delta"])
+@pytest.mark.parametrize(
+    ("has_strengths", "has_channels"), [(False, False), (True, False), (True, True)], ids=["selective", "delta", "kimi"]
+)
 @pytest.mark.parametrize("length", [1, 64, 150])
-def test_tokens_together_are_tokens_one_by_one(length, has_strengths):
+def test_tokens_together_are_tokens_one_by_one(length, has_strengths, has_channels):
     draw = torch.Generator().manual_seed(length)
     queries, keys, values = (torch.randn(2, 3, length, width, generator=draw) for width in (8, 8, 5))
     keys = torch.nn.functional.normalize(keys, dim=-1)
-    decays = -torch.rand(2, 3, length, generator=draw)
+    decays = -torch.rand(2, 3, length, *([8] if has_channels else []), generator=draw)
     strengths = torch.rand(2, 3, length, generator=draw) if has_strengths else None
     state = torch.randn(2, 3, 8, 5, generator=draw)
     results, after = scan(queries, keys, values, decays, strengths, state)
     for place in range(length):
         key, value = keys[:, :, place], values[:, :, place]
-        state = state * decays[:, :, place, None, None].exp()
+        kept = decays[:, :, place].exp()
+        state = state * (kept[..., None] if has_channels else kept[..., None, None])
         if strengths is not None:
             value = (value - torch.einsum("nhk,nhkv->nhv", key, state)) * strengths[:, :, place, None]
         state = state + key[..., :, None] * value[..., None, :]

@@ -3,14 +3,15 @@
 Owns: the states of rows, the computation of all kinds. Must not know: blocks, requests, which layers there are.
 
 All kinds begin with a causal convolution. "gated" multiplies its inputs and its results by gates (Liquid AI 2025, LFM2,
-arXiv 2511.23404). The others keep a matrix ``[key_dim, value_dim]`` for each head: the state shrinks, gets key times value
+arXiv 2511.23404). Others keep a matrix ``[key_dim, value_dim]`` for each head: the state shrinks, gets key times value
 added, and the query reads it. "delta" first takes from a value what the state already answers to its key (Gated DeltaNet,
-Yang et al. 2024, arXiv 2412.06464); "selective" does not (Mamba 2, Dao & Gu 2024, arXiv 2405.21060; with a decay that is always the same Lightning Attention, Qin et al. 2024,
-arXiv 2401.04658). "scanned" has a step for each channel and a decay for each number of
-its state (Mamba, Gu & Dao 2023, arXiv 2312.00752), so its tokens go one by one; "unit" has one number for each channel, and they do, too
-(RG-LRU, De et al. 2024, arXiv 2402.19427). "delta" may have a decay for each channel of
-a key (Kimi Delta Attention, Kimi Team 2025, arXiv 2510.26692). Of the others, several tokens go
-together as these papers do it: within a part, what tokens do to each other is a triangular system.
+Yang et al. 2024, arXiv 2412.06464), and may have a decay for each channel of a key (Kimi Delta Attention, Kimi Team 2025,
+arXiv 2510.26692); "selective" does not (Mamba 2, Dao & Gu 2024, arXiv 2405.21060; with a decay that is always the same
+Lightning Attention, Qin et al. 2024, arXiv 2401.04658). Several tokens go together as these papers do it: within a part,
+what tokens do to each other is a triangular system.
+
+"scanned" has a step for each channel and a decay for each number of its state (Mamba, Gu & Dao 2023, arXiv 2312.00752), and
+"unit" one number for each channel (RG-LRU, De et al. 2024, arXiv 2402.19427): their tokens go one by one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
