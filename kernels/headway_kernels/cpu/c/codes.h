@@ -46,6 +46,28 @@ static inline int64_t bytes_of_codes(const linear *of) {
     return has_words(of->form) ? (padded + WORD - 1) / WORD * PANEL * 4 : padded * PANEL;
 }
 
+/* Of the first group of the panel at `codes`; those of the next one follow, then, after all scales, minima. */
+static inline const float *scales_of(const linear *of, const char *codes) {
+    return (const float *)(codes + bytes_of_codes(of));
+}
+
+/* The values of the group whose scales are at `scales`. */
+INLINE group_values values_at(const int64_t form, const linear *of, const float *scales) {
+    const float *minima = scales + of->num_groups * PANEL;
+    group_values values = {{load(scales), load(scales + LANES)}, {{0}, {0}}};
+    UNROLLED
+    for (int half = 0; half < 2; half++) {
+        __builtin_prefetch(scales + GROUPS_AHEAD * PANEL + half * LANES);
+        if (of->has_minima) __builtin_prefetch(minima + GROUPS_AHEAD * PANEL + half * LANES);
+        /* Without minima, integers of 4 bits are symmetric around 8. */
+        if (of->has_minima)
+            values.minima[half] = load(minima + half * LANES);
+        else if (form == FORM_CODES4)
+            values.minima[half] = values.scales[half] * -8.0f;
+    }
+    return values;
+}
+
 /* The run at input `begin` of the panel at `codes`, which ends at `end` at the latest; its values are written
  * to `values`. Inputs behind the last one belong to the last group. */
 INLINE coded_run run_at(const int form, const linear *of, const char *codes, int64_t begin, int64_t end,
@@ -55,19 +77,7 @@ INLINE coded_run run_at(const int form, const linear *of, const char *codes, int
         group = of->group_of != NULL ? of->group_of[begin] : (int32_t)begin / (int32_t)of->group;
         last = of->group_of != NULL ? begin + 1 : (group + 1) * of->group;
     }
-    const float *scales = (const float *)(codes + bytes_of_codes(of)) + group * PANEL;
-    const float *minima = scales + of->num_groups * PANEL;
-    *values = (group_values){{load(scales), load(scales + LANES)}, {{0}, {0}}};
-    UNROLLED
-    for (int half = 0; half < 2; half++) {
-        __builtin_prefetch(scales + GROUPS_AHEAD * PANEL + half * LANES);
-        if (of->has_minima) __builtin_prefetch(minima + GROUPS_AHEAD * PANEL + half * LANES);
-        /* Without minima, integers of 4 bits are symmetric around 8. */
-        if (of->has_minima)
-            values->minima[half] = load(minima + half * LANES);
-        else if (form == FORM_CODES4)
-            values->minima[half] = values->scales[half] * -8.0f;
-    }
+    *values = values_at(form, of, scales_of(of, codes) + group * PANEL);
     return (coded_run){codes, begin, last < end ? last : end, values, &of->table};
 }
 

@@ -17,6 +17,7 @@
 #define DEPTH (2048 / PANEL)
 #define FEW_TILES 2
 #define MANY_DEPTH 768 /* with more tiles than FEW, or codes that are widened, the L2 cache will do */
+#define LEAST_GROUP 16 /* smaller ones are widened input by input, when several tiles share them */
 #define CODED_TILES (256 / TILE_ROWS + 1) /* more share codes than other weights: the first one widens them for all */
 
 /* Floats, pairs of bfloat16s, or quads of codes. */
@@ -101,25 +102,37 @@ INLINE int64_t steps_of_stretch(range steps, int64_t from) {
     return steps.end - from < STRETCH ? steps.end - from : STRETCH;
 }
 
-INLINE void add_products(const int rows, const float *column, vec low, vec high, vec (*sums)[2]) {
+/* The products of an input of each row. `turn` counts inputs: each other one takes the rows backwards, without which
+ * Zen 4 puts off some sums of five rows. */
+INLINE void add_products(const int rows, const int64_t turn, const float *column, vec low, vec high, vec (*sums)[2]) {
     UNROLLED
     for (int i = 0; i < rows; i++) {
-        const vec input = splat(column[i * STRETCH]);
-        sums[i][0] += input * low;
-        sums[i][1] += input * high;
+        const int row = turn % 2 == 0 ? i : rows - 1 - i;
+        const vec input = splat(column[row * STRETCH]);
+        sums[row][0] += input * low;
+        sums[row][1] += input * high;
     }
 }
 
+/* `weights` of inputs from `inputs.begin` on, which may be within a stretch. */
 INLINE void sum_float32(const int rows, const float *tile, const float *weights, range inputs, vec (*sums)[2],
                         fetching ahead) {
-    for (int64_t k = inputs.begin; k < inputs.end; k += STRETCH) {
-        const float *column = tile + k * rows;
-        const int64_t count = steps_of_stretch(inputs, k);
+    for (int64_t k = inputs.begin, count; k < inputs.end; k += count) {
+        const int64_t place = k % STRETCH;
+        const float *column = tile + (k - place) * rows + place;
+        count = STRETCH - place < inputs.end - k ? STRETCH - place : inputs.end - k;
         turn(&ahead);
-        for (int64_t i = 0; i < count; i++, weights += PANEL) {
+        int64_t i = 0;
+        for (; i + 1 < count; i += 2, weights += 2 * PANEL) {
             fetch(&ahead);
-            add_products(rows, column + i, load(weights), load(weights + LANES), sums);
+            add_products(rows, 0, column + i, load(weights), load(weights + LANES), sums);
+            fetch(&ahead);
+            add_products(rows, 1, column + i + 1, load(weights + PANEL), load(weights + PANEL + LANES), sums);
         }
+        if (i == count) continue;
+        fetch(&ahead);
+        add_products(rows, 0, column + i, load(weights), load(weights + LANES), sums);
+        weights += PANEL;
     }
 }
 
@@ -134,10 +147,10 @@ INLINE void sum_bfloat16(const int rows, const float *tile, const uint16_t *weig
         turn(&ahead);
         for (int64_t i = 0; i < count; i += PAIR, weights += PAIR * PANEL) {
             fetch(&ahead);
-            add_products(rows, column + i, of_lower_halves(pairs_at(weights)),
+            add_products(rows, 0, column + i, of_lower_halves(pairs_at(weights)),
                          of_lower_halves(pairs_at(weights + PANEL)), sums);
             __asm__("" : "+r"(weights)); /* so that they are loaded again: the sums need the registers */
-            add_products(rows, column + i + 1, of_upper_halves(pairs_at(weights)),
+            add_products(rows, 1, column + i + 1, of_upper_halves(pairs_at(weights)),
                          of_upper_halves(pairs_at(weights + PANEL)), sums);
         }
     }
@@ -256,6 +269,7 @@ typedef struct {
     fetching ahead;
     int widens;
     float *widened;
+    group_values *values;
     tile_sums *kept;
     enum epilogue epilogue;
     float *out;
@@ -336,8 +350,8 @@ INLINE void multiply_int8(const int rows, const tile_task *task) {
 
 /* An input of a run, with its weights: input `place` of a word, or, if that is -1, any. The sums of many rows leave few
  * registers: then whatever all inputs share is loaded again for each half of a panel, once no sum waits. */
-INLINE void add_input(const int rows, const int form, const int keeps, coded_run run, int64_t k, const int place,
-                      const float *column, vec (*sums)[2], float *kept) {
+INLINE void add_input(const int rows, const int form, coded_run run, int64_t k, const int place, const float *column,
+                      vec (*sums)[2]) {
     const int has_constants = form == FORM_FP8 || form == FORM_TABLE4; /* which take registers, too */
     const int has_registers = rows + has_constants <= TILE_ROWS * 2 / 3;
     vec weights[2];
@@ -347,41 +361,175 @@ INLINE void add_input(const int rows, const int form, const int keeps, coded_run
     UNROLLED
     for (int half = 0; half < 2; half++) {
         weights[half] = place < 0 ? weights_at(form, &run, k, half) : weights_of_word(form, &run, k, half, place);
-        if (keeps) store(kept + half * LANES, weights[half]);
         if (has_registers) continue;
         LOADED_ANEW(run.codes, weights[half]);
         LOADED_ANEW(run.values, weights[half]);
     }
-    add_products(rows, column, weights[0], weights[1], sums);
+    add_products(rows, place < 0 ? 0 : place, column, weights[0], weights[1], sums);
 }
 
-/* Products with the codes of the panel at `codes`, which are widened on the way. With `keeps`, they are kept at
- * `widened` for other tiles. */
-INLINE void sum_codes(const int rows, const int form, const int keeps, const linear *with, const char *codes,
-                      const float *tile, range inputs, vec (*sums)[2], fetching ahead, float *widened) {
+/* Products with the codes of the panel at `codes`, which are widened on the way. */
+INLINE void sum_codes(const int rows, const int form, const linear *with, const char *codes, const float *tile,
+                      range inputs, vec (*sums)[2], fetching ahead) {
     for (int64_t k = inputs.begin; k < inputs.end;) {
         group_values values;
         const coded_run run = run_at(form, with, codes, k, inputs.end, &values);
         while (k < run.end) {
             const float *column = tile + k / STRETCH * STRETCH * rows + k % STRETCH;
-            float *kept = keeps ? widened + (k - inputs.begin) * PANEL : NULL;
             if (is_word(form, &run, k)) {
                 turn(&ahead);
                 fetch(&ahead);
                 UNROLLED
-                for (int i = 0; i < WORD; i++)
-                    add_input(rows, form, keeps, run, k, i, column + i, sums, keeps ? kept + i * PANEL : NULL);
+                for (int i = 0; i < WORD; i++) add_input(rows, form, run, k, i, column + i, sums);
                 k += WORD;
             } else {
                 if (!has_words(form) && k % (LINE / PANEL) == 0) turn(&ahead), fetch(&ahead);
-                add_input(rows, form, keeps, run, k, -1, column, sums, kept);
+                add_input(rows, form, run, k, -1, column, sums);
                 k++;
             }
         }
     }
 }
 
-INLINE void multiply_floats(const int rows, const int form, const tile_task *task) {
+/* Registers hold the sums of a tile and little else, so what is widened goes through memory, and nothing else is in a
+ * register from one part to the next. */
+#if LANES == 8 && TILE_ROWS == 6
+#define SUMS(i) "+x"(sums[i][0]), "+x"(sums[i][1])
+#define PART_ENDS(...) __asm__ volatile("" : __VA_ARGS__, "+r"(*codes), "+r"(*values)::"memory")
+#endif
+INLINE void part_ends(const int rows, vec (*sums)[2], const char **codes, const group_values **values) {
+#if LANES == 8 && TILE_ROWS == 6
+    if (rows == 6) PART_ENDS(SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5));
+    if (rows == 5) PART_ENDS(SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4));
+    if (rows == 4) PART_ENDS(SUMS(0), SUMS(1), SUMS(2), SUMS(3));
+    if (rows == 3) PART_ENDS(SUMS(0), SUMS(1), SUMS(2));
+#else
+    (void)rows, (void)sums, (void)codes, (void)values;
+    __asm__ volatile("" ::: "memory");
+#endif
+}
+
+/* Whether no word of WORD inputs has several groups. */
+INLINE int has_whole_words(const linear *of) {
+    return of->group_of == NULL && (of->num_groups == 1 || (of->group >= LEAST_GROUP && of->group % WORD == 0));
+}
+
+/* A quarter of the weights of inputs [k, k + WORD) of a group: of half of them, with a half of the panel. */
+INLINE void widen_quarter(const int rows, const int form, const coded_run *run, int64_t k, const int quarter,
+                          float *restrict to) {
+    const int half = quarter / 2, first = quarter % 2 * (WORD / 2);
+    const words from = has_words(form) ? words_at(run, k, half) : (words){0};
+    const code_table *table = run->table;
+    const group_values *values = run->values;
+    const int looks_up = form == FORM_TABLE4 && rows >= TILE_ROWS - 1; /* which takes two more registers */
+    vec scale = values->scales[half];
+    UNROLLED
+    for (int i = first; i < first + WORD / 2; i++) {
+        const char *bytes = run->codes + (k + i) * PANEL + half * LANES;
+        if (looks_up) LOADED_ANEW(table, from);
+        const vec numbers = has_words(form) ? codes_of_words(form, table, from, i) : codes_of_bytes(form, bytes);
+        if (looks_up) LOADED_ANEW(values, numbers);
+        if (looks_up) scale = values->scales[half];
+        if (rows == TILE_ROWS) LOADED_ANEW(values, numbers);
+        store(to + i * PANEL + half * LANES, numbers * scale + values->minima[half]);
+    }
+}
+
+/* The weights of inputs [k, end). */
+INLINE void widen_runs(const int form, const linear *with, const char *codes, int64_t k, int64_t end, float *to) {
+    while (k < end) {
+        group_values values;
+        const coded_run run = run_at(form, with, codes, k, end, &values);
+        for (; k < run.end; k++, to += PANEL) {
+            store(to, weights_at(form, &run, k, 0));
+            store(to + LANES, weights_at(form, &run, k, 1));
+        }
+    }
+}
+
+static APART void widen_inputs(const linear *with, const char *codes, int64_t k, int64_t end, float *to) {
+    switch (with->form) {
+    case FORM_CODES4: widen_runs(FORM_CODES4, with, codes, k, end, to); break;
+    case FORM_CODES8: widen_runs(FORM_CODES8, with, codes, k, end, to); break;
+    case FORM_TABLE4: widen_runs(FORM_TABLE4, with, codes, k, end, to); break;
+    default: widen_runs(FORM_FP8, with, codes, k, end, to);
+    }
+}
+
+/* Before the sums of a tile that widens for others: the first and the last few inputs are widened, or all if some words
+ * have several groups, and what the other codes are multiplied with is written down. */
+static void prepare_to_keep(const tile_task *task) {
+    const linear *with = task->with;
+    const range inputs = task->steps;
+    const char *codes = panel_at(with, task->panel);
+    const int64_t first = inputs.begin + WORD, last = first + (inputs.end - first) / WORD * WORD;
+    if (!has_whole_words(with) || first >= inputs.end) {
+        widen_inputs(with, codes, inputs.begin, inputs.end, task->widened);
+        return;
+    }
+    widen_inputs(with, codes, inputs.begin, first, task->widened);
+    widen_inputs(with, codes, last, inputs.end, task->widened + (last - inputs.begin) * PANEL);
+    const int64_t group = inputs.begin / with->group, groups = (inputs.end - 1) / with->group + 1 - group;
+    const float *scales = scales_of(with, codes) + group * PANEL;
+    for (int64_t i = 0; i < groups; i++, scales += PANEL) task->values[i] = values_at(with->form, with, scales);
+}
+
+/* Products with codes that are widened for other tiles, too: while the inputs of one word are multiplied, the next ones
+ * are widened, on units that a sum leaves idle. Returns the input from which on products are still to be summed. */
+INLINE int64_t keep_words(const int rows, const int form, const tile_task *task) {
+    const linear *with = task->with;
+    const range inputs = task->steps;
+    if (rows < LEAST_OF_SEVERAL || !has_whole_words(with)) return inputs.begin;
+    const vec low_bias = load(with->bias + task->panel * PANEL);
+    const vec high_bias = load(with->bias + task->panel * PANEL + LANES);
+    tile_sums *kept = task->kept;
+    vec sums[TILE_ROWS][2];
+    UNROLLED
+    for (int i = 0; i < rows; i++) {
+        sums[i][0] = inputs.begin > 0 ? kept->floats[i][0] : low_bias;
+        sums[i][1] = inputs.begin > 0 ? kept->floats[i][1] : high_bias;
+    }
+    coded_run run = {.codes = panel_at(with, task->panel), .values = task->values, .table = &with->table};
+    int64_t k = inputs.begin + WORD, end_of_group = (inputs.begin / with->group + 1) * with->group;
+    const float *column = (const float *)tile_of(task, form) + inputs.begin * rows;
+    float *widened = task->widened;
+    fetching ahead = task->ahead;
+    for (; k + WORD <= inputs.end; k += WORD) {
+        const int64_t is_next = k >= end_of_group;
+        end_of_group += is_next * with->group;
+        run.values += is_next;
+        fetch(&ahead);
+        UNROLLED
+        for (int i = 0; i < WORD; i++) {
+            part_ends(rows, sums, &run.codes, &run.values);
+            if (i % 2 == 0) widen_quarter(rows, form, &run, k, i / 2, widened + WORD * PANEL);
+            if (i % 2 == 0) part_ends(rows, sums, &run.codes, &run.values);
+            add_products(rows, i, column + i, load(widened + i * PANEL), load(widened + i * PANEL + LANES), sums);
+        }
+        part_ends(rows, sums, &run.codes, &run.values);
+        widened += WORD * PANEL;
+        column += k % STRETCH == 0 ? WORD + STRETCH * (rows - 1) : WORD;
+    }
+    UNROLLED
+    for (int i = 0; i < rows; i++) kept->floats[i][0] = sums[i][0], kept->floats[i][1] = sums[i][1];
+    return k - WORD;
+}
+
+/* Functions of their own, because all registers are taken. */
+#define KEEP_WORDS_OF(rows)                                                                                            \
+    static APART int64_t keep_words_of_##rows(const tile_task *task) {                                                 \
+        switch (task->form) {                                                                                          \
+        case FORM_CODES4: return keep_words(rows, FORM_CODES4, task);                                                  \
+        case FORM_CODES8: return keep_words(rows, FORM_CODES8, task);                                                  \
+        case FORM_TABLE4: return keep_words(rows, FORM_TABLE4, task);                                                  \
+        default: return keep_words(rows, FORM_FP8, task);                                                              \
+        }                                                                                                              \
+    }
+
+EACH_TILE_SIZE(KEEP_WORDS_OF)
+
+/* Products with inputs before `done` are summed. */
+INLINE void multiply_floats(const int rows, const int form, const tile_task *task, int64_t done) {
     const linear *with = task->with;
     const int64_t panel = task->panel;
     const range steps = task->steps;
@@ -394,16 +542,17 @@ INLINE void multiply_floats(const int rows, const int form, const tile_task *tas
     vec sums[TILE_ROWS][2];
     UNROLLED
     for (int i = 0; i < rows; i++) {
-        sums[i][0] = steps.begin > 0 ? kept->floats[i][0] : low_bias;
-        sums[i][1] = steps.begin > 0 ? kept->floats[i][1] : high_bias;
+        sums[i][0] = done > 0 ? kept->floats[i][0] : low_bias;
+        sums[i][1] = done > 0 ? kept->floats[i][1] : high_bias;
     }
     assert(!task->widens || rows >= LEAST_OF_SEVERAL);
     if (form == FORM_PAIRS)
         sum_pairs(rows, tile, weights, steps, sums, task->ahead);
-    else if (form >= FORM_CODES4 && rows >= LEAST_OF_SEVERAL && task->widens)
-        sum_codes(rows, form, 1, with, panel_at(with, panel), tile, inputs, sums, task->ahead, task->widened);
+    else if (form >= FORM_CODES4 && task->widens)
+        sum_float32(rows, tile, task->widened + (done - inputs.begin) * PANEL, (range){done, inputs.end}, sums,
+                    task->ahead);
     else if (form >= FORM_CODES4)
-        sum_codes(rows, form, 0, with, panel_at(with, panel), tile, inputs, sums, task->ahead, NULL);
+        sum_codes(rows, form, with, panel_at(with, panel), tile, inputs, sums, task->ahead);
     else if (form == FORM_BFLOAT16)
         sum_bfloat16(rows, tile, weights, inputs, sums, task->ahead);
     else
@@ -417,11 +566,13 @@ INLINE void multiply_floats(const int rows, const int form, const tile_task *tas
 }
 
 #define CASE_OF_FLOATS(rows, form)                                                                                     \
-    case form: multiply_floats(rows, form, task); break;
+    case form: multiply_floats(rows, form, task, done); break;
 
 /* A function for each size of a tile: all in one, a compiler takes many times as long. */
 #define MULTIPLY_TILE_OF(rows)                                                                                         \
     static APART void multiply_tile_of_##rows(const tile_task *task) {                                                 \
+        const int64_t done =                                                                                           \
+            task->widens && task->form != FORM_FLOAT32 ? keep_words_of_##rows(task) : task->steps.begin;               \
         switch (task->form) {                                                                                          \
         case FORM_INT8:                                                                                                \
             multiply_int8(rows, task);                                                                                 \
@@ -471,6 +622,7 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     const int64_t coded_bytes = has_words(with->form) ? PANEL * 4 : LINE;
     const char *weights = panel_at(with, panel);
     vec widened[MANY_DEPTH * PANEL / LANES];
+    group_values values[MANY_DEPTH / LEAST_GROUP + 1];
     tile_sums kept[CODED_TILES];
     if (from->added != NULL) {
         int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows);
@@ -503,11 +655,13 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
                 .ahead = what_to_fetch(current, weights + bytes, following, steps, fetched, place, count),
                 .widens = widens,
                 .widened = (float *)widened,
+                .values = values,
                 .kept = &kept[place],
                 .epilogue = epilogue,
                 .out = to,
                 .stride = row_step,
             };
+            if (widens && place == 0) prepare_to_keep(&task);
             switch (rows) { EACH_TILE_SIZE(CASE) }
         }
     }
