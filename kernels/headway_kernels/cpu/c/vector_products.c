@@ -471,7 +471,14 @@ static void prepare_to_keep(const tile_task *task) {
     widen_inputs(with, codes, last, inputs.end, task->widened + (last - inputs.begin) * PANEL);
     const int64_t group = inputs.begin / with->group, groups = (inputs.end - 1) / with->group + 1 - group;
     const float *scales = scales_of(with, codes) + group * PANEL;
-    for (int64_t i = 0; i < groups; i++, scales += PANEL) task->values[i] = values_at(with->form, with, scales);
+    for (int64_t i = 0; i < groups; i++, scales += PANEL) {
+        task->values[i] = values_at(with->form, with, scales);
+        /* The next panel's, probably. */
+        const float *next = scales + with->panel_bytes / 4, *minima = next + with->num_groups * PANEL;
+        __builtin_prefetch(next);
+        __builtin_prefetch(next + LANES);
+        if (with->has_minima) __builtin_prefetch(minima), __builtin_prefetch(minima + LANES);
+    }
 }
 
 /* Products with codes that are widened for other tiles, too: while the inputs of one word are multiplied, the next ones
@@ -493,12 +500,10 @@ INLINE int64_t keep_words(const int rows, const int form, const tile_task *task)
     int64_t k = inputs.begin + WORD, end_of_group = (inputs.begin / with->group + 1) * with->group;
     const float *column = (const float *)tile_of(task, form) + inputs.begin * rows;
     float *widened = task->widened;
-    fetching ahead = task->ahead;
     for (; k + WORD <= inputs.end; k += WORD) {
         const int64_t is_next = k >= end_of_group;
         end_of_group += is_next * with->group;
         run.values += is_next;
-        fetch(&ahead);
         UNROLLED
         for (int i = 0; i < WORD; i++) {
             part_ends(rows, sums, &run.codes, &run.values);
@@ -590,17 +595,20 @@ INLINE void multiply_floats(const int rows, const int form, const tile_task *tas
 
 EACH_TILE_SIZE(MULTIPLY_TILE_OF)
 
-/* The memory that tile `place` of `count` fetches during so many `steps` with the weights at `current`, of a panel that
- * ends at `end`. A tile alone fetches a little ahead, and near the end from the next panel: the memory behind the end
- * belongs to another member. Several tiles, which bring their weights into the nearest cache, fetch a part each of what
- * follows. */
+/* What tile `place` of `count` fetches of what follows during so many `steps`. */
+static fetching part_to_fetch(const char *following, range steps, int64_t step_bytes, int64_t place, int64_t count) {
+    const int64_t stride = (step_bytes + count - 1) / count;
+    const char *from = following + place * (steps.end - steps.begin) * stride;
+    return (fetching){from, from + ((int64_t)1 << 40), from, 1, stride};
+}
+
+/* The same with the weights at `current`, of a panel that ends at `end`. A tile alone fetches a little ahead, and near
+ * the end from the next panel: the memory behind the end belongs to another member. Several tiles, which bring their
+ * weights into the nearest cache, fetch a part each of what follows. */
 static fetching what_to_fetch(const char *current, const char *end, const char *next, range steps, int64_t step_bytes,
                               int64_t place, int64_t count) {
-    const char *from = current + LINES_AHEAD * LINE;
-    if (count == 1) return (fetching){from, end, next, (step_bytes + LINE - 1) / LINE, step_bytes};
-    const int64_t stride = (step_bytes + count - 1) / count;
-    from = next + place * (steps.end - steps.begin) * stride;
-    return (fetching){from, from + ((int64_t)1 << 40), from, 1, stride};
+    if (count > 1) return part_to_fetch(next, steps, step_bytes, place, count);
+    return (fetching){current + LINES_AHEAD * LINE, end, next, (step_bytes + LINE - 1) / LINE, step_bytes};
 }
 
 int64_t tiles_at_once_whole(const linear *with) { return is_coded(with) ? CODED_TILES : MOST_TILES; }
@@ -619,7 +627,7 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     const int64_t depth = widens || count > FEW_TILES ? MANY_DEPTH : count > 1 ? DEPTH : num_steps;
     const int64_t bytes = with->panel_bytes, step_bytes = (is_coded(with) ? bytes_of_codes(with) : bytes) / num_steps;
     /* What is widened in the register is fetched a word, or as many bytes, at a time. */
-    const int64_t coded_bytes = has_words(with->form) ? PANEL * 4 : LINE;
+    const int64_t fetched = !is_coded(with) ? step_bytes : has_words(with->form) ? PANEL * 4 : LINE;
     const char *weights = panel_at(with, panel);
     vec widened[MANY_DEPTH * PANEL / LANES];
     group_values values[MANY_DEPTH / LEAST_GROUP + 1];
@@ -643,7 +651,6 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
             }
             /* The first of several tiles widens for all. */
             const int is_widened = widens && place > 0;
-            const int64_t fetched = is_coded(with) && !is_widened ? coded_bytes : step_bytes;
             const tile_task task = {
                 .with = with,
                 .from = from,
@@ -652,7 +659,9 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
                 .form = is_widened ? FORM_FLOAT32 : with->form,
                 .weights = is_widened ? (const char *)widened : current,
                 .steps = steps,
-                .ahead = what_to_fetch(current, weights + bytes, following, steps, fetched, place, count),
+                .ahead = widens ? part_to_fetch(following, steps, (bytes + num_steps - 1) / num_steps,
+                                                place - is_widened, count - 1)
+                                : what_to_fetch(current, weights + bytes, following, steps, fetched, place, count),
                 .widens = widens,
                 .widened = (float *)widened,
                 .values = values,
