@@ -3,8 +3,8 @@
 Owns: the shapes, the turns, the table and the result file. Must not know: how a variant multiplies.
 
 Each kind of product of a Llama with 135M parameters, with so many copies that no cache holds them: weights come from
-memory, as in a model. The best of ``--repetitions`` rounds, in which forms and variants take turns. ``of_float32`` is
-how many times as fast a form is as float32 in the same variant.
+memory, as in a model. The best few products of ``--repetitions`` rounds, in which forms and variants take turns.
+``of_float32`` is how many times as fast a form is as float32 in the same variant.
 
     python benchmarks/cpu_products.py --forms float32,int8 --rows 1,8,32,256 --json result.json
     python benchmarks/cpu_products.py --variants avx2 --forms float32,int4-exact --shapes gate_up
@@ -23,6 +23,7 @@ from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightFo
 from program import count, counts, parser_of, provenance, write_result
 
 BYTES_OF_WEIGHTS = 300e6
+OPERATIONS_OF_A_PIECE = 4e8
 SCALED = 32
 """Inputs that share a scale in a GGUF file."""
 
@@ -138,6 +139,17 @@ def packed(
     }
 
 
+def in_a_piece(shape: Shape, rows: int) -> int:
+    """Return the products that are timed at once: few, so that other processes spoil few of the times."""
+    return max(1, int(OPERATIONS_OF_A_PIECE / (2 * rows * shape.outputs * shape.inputs)))
+
+
+def batched(copies: list[PackedLinear], size: int) -> list[list[PackedLinear]]:
+    """Return whole pieces, or all in one."""
+    size = min(size, len(copies))
+    return [copies[first : first + size] for first in range(0, len(copies) - size + 1, size)]
+
+
 def measure(
     shape: Shape, forms: list[str], all_rows: list[int], chosen: dict[str, Variant], arguments: argparse.Namespace
 ) -> list[dict[str, object]]:
@@ -151,11 +163,12 @@ def measure(
         for _ in range(arguments.repetitions):
             for form, by_variant in products.items():
                 for name, copies in by_variant.items():
-                    started = time.perf_counter()
-                    for product in copies:
-                        product(chosen[name].team, inputs, out=outputs[name])
-                    taken = (time.perf_counter() - started) / len(copies)
-                    seconds[form][name] = min(seconds[form][name], taken)
+                    for piece in batched(copies, in_a_piece(shape, rows)):
+                        started = time.perf_counter()
+                        for product in piece:
+                            product(chosen[name].team, inputs, out=outputs[name])
+                        taken = (time.perf_counter() - started) / len(piece)
+                        seconds[form][name] = min(seconds[form][name], taken)
         operations = 2 * rows * shape.outputs * shape.inputs
         for form in forms:
             rates = {name: float(f"{operations / taken / 1e9:.3g}") for name, taken in seconds[form].items()}
