@@ -15,7 +15,7 @@ int64_t channels_of(const recurrence *of) { return 2 * of->num_key_heads * of->k
 /* The channels of one register; `width` floats of them. The inputs of the tokens before are in registers. */
 INLINE void convolve_vector(const recurrence *of, token_run tokens, int64_t first, int64_t width) {
     const int64_t channels = channels_of(of), past = of->taps - 1;
-    float *kept = of->past + tokens.number * past * channels + first;
+    float *kept = past == 0 ? NULL : of->past + tokens.number * past * channels + first; /* one tap has no memory */
     const vec bias = of->taps_bias == NULL ? (vec){0} : load_some(of->taps_bias + first, width);
     vec taps[MOST_TAPS], seen[MOST_TAPS];
     for (int64_t i = 0; i < of->taps; i++) taps[i] = load_some(of->taps_of + i * channels + first, width);
