@@ -53,7 +53,10 @@ def change(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple[
     layer = f"blk.{number}"
     is_sharing = number >= config["num_hidden_layers"] - config["num_kv_shared_layers"]
     if not config["is_absorbed"] and is_sharing and "self_attn.q_" in name:
-        yield name.replace("self_attn.q_", "self_attn.k_"), values
+        num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        is_norm = values.ndim == 1
+        keys = values if is_norm else values[: len(values) // num_heads * num_kv_heads]
+        yield name.replace("self_attn.q_", "self_attn.k_"), keys
     if not config["is_absorbed"] and name.endswith("experts.gate_up_proj"):
         for place, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
             yield f"{layer}.ffn_{place}_exps.weight", half
