@@ -56,6 +56,8 @@ OTHERWISE_IN_LLAMA_CPP = {
     "deepseek2-lite": "only with 26 or 27 layers are queries not compressed",
     "deepseek2-v3": "it takes the usual bounds for yarn",
     "exaone4": "only with 64 layers does it have windows",
+    # With these, and no token whose embedding is zero, it agreed.
+    "gemma3n": "it takes the published numbers of states, of sparse layers and of layers with keys of their own",
     "gpt-oss": "it takes the usual bounds for yarn, and cuts them to whole channels",
     "llama-bias": "it takes the usual bounds for yarn",
     "mimo2": "it has no factor on values, and windows without the token itself",
