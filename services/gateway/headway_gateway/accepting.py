@@ -6,7 +6,6 @@ without a file descriptor left they complain for each try, or throw the connecti
 
 import asyncio
 import contextvars
-import errno
 import socket
 import ssl
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ peer: contextvars.ContextVar[str] = contextvars.ContextVar("peer", default="")
 _ACCEPTED_AT_ONCE = 64
 _PAUSE_S = 1.0
 _TLS_HANDSHAKE_S = 10.0
-_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Entrance(NamedTuple):
@@ -77,9 +75,7 @@ class Acceptor:
                 connection, place = self._listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:
-                if error.errno not in _OUT_OF_RESOURCES:
-                    raise
+            except OSError as error:  # no file descriptor is left, or the system has no memory
                 self._note_wait(f"not accepted: {error.strerror}")
                 self._loop.remove_reader(self._listening.fileno())
                 self._pause = self._loop.call_later(_PAUSE_S, self._begin)
