@@ -240,8 +240,6 @@ def test_what_is_said_to_be_allowed_is_what_is_checked(value: float) -> None:
         ("gateway --host=::", "unknown flag --host; host and port are one flag: --grpc-address HOST:PORT"),
         ("serve --api-key sekret", "unknown flag --api-key; tokens are in a file: --auth-token-file FILE"),
         ("serve --alias=x", "unknown flag --alias; did you mean --served-model-name?"),
-        ("run demo", "unknown command run; headway serve MODEL serves a model, and headway generate TEXT asks it"),
-        ("chat", "unknown command chat; headway generate --chat TEXT asks a running server"),
         ("serve --gpu-memory-utilization 0.9", "unknown flag --gpu-memory-utilization; blocks take what is free"),
         ("serve --tool-call-parser hermes", "unknown flag --tool-call-parser; the chat template says what calls"),
         ("serve --trust-remote-code", "unknown flag --trust-remote-code; no code of a model is run"),

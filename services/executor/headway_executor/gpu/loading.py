@@ -117,7 +117,7 @@ class _Loader:
         config, names, tensors = self._config, self._config.names, self._tensors
         layer = config.layers[index]
         latent, sinks = tensors.latent(index), tensors.sinks(index)
-        query_norm, key_norm = _head_norms(config, tensors.qk_norm(index))
+        query_norm, key_norm = _head_norms(config, tensors.head_norms.weight(index))
         cosines, sines = self._table(layer.rope)
         return LayerWeights(
             attention_norm=self._norm(index, names.attention_norm),

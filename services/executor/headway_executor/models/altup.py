@@ -9,13 +9,11 @@ Of each token there are several states. A layer predicts all of them, computes o
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from headway_executor.models.decoder import Attention, LayerInput, Product, Rotations, StepPlan
+from headway_executor.models.decoder import Attention, LayerInput, Product, Rotations, StepPlan
 
 _LEAST_SQUARE = 1e-5
 """Of a state that is brought to the size of another."""
@@ -52,20 +50,20 @@ class AlternatingLayer:
     coefficients of these. ``output_scale`` multiplies what the layer's own inputs are gated by; None: nothing does.
     """
 
-    router: "Product"
-    predict: "Product"
-    correct: "Product"
+    router: Product
+    predict: Product
+    correct: Product
     output_scale: Tensor | None
-    attention_norm: "Product"
-    attention: "Attention"
-    attention_post_norm: "Product"
-    beside: "Product"
-    mlp_norm: "Product"
-    feed_forward: "Product"
-    mlp_post_norm: "Product"
-    own_input: "LayerInput"
+    attention_norm: Product
+    attention: Attention
+    attention_post_norm: Product
+    beside: Product
+    mlp_norm: Product
+    feed_forward: Product
+    mlp_post_norm: Product
+    own_input: LayerInput
 
-    def __call__(self, states: Tensor, rotations: "Rotations", plan: "StepPlan") -> None:
+    def __call__(self, states: Tensor, rotations: Rotations, plan: StepPlan) -> None:
         """Change ``states`` (``[states, tokens, hidden]``) in place."""
         count = len(states)
         coefficients = self.predict(self._numbers(states[0])).view(-1, count, count)

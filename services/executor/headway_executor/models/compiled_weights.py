@@ -124,8 +124,8 @@ class WeightLoader:
     def layer(self, index: int) -> LayerWeights:
         """Return all weights of a layer."""
         tensors, layer = self._tensors, self._config.layers[index]
-        qk_norm, sinks, factor = tensors.qk_norm(index), tensors.sinks(index), tensors.layer_factor(index)
-        qk_norm_bias = tensors.qk_norm_bias(index) if layer.attends else None
+        qk_norm, sinks, factor = tensors.head_norms.weight(index), tensors.sinks(index), tensors.layer_factor(index)
+        qk_norm_bias = tensors.head_norms.bias(index) if layer.attends else None
         rotary = self._config.rotary(index)
         qkv, output = self._attention(index) if layer.attends else (None, None)
         norms = [None if norm is None else _norm(norm) for norm in tensors.norms_of_layer(index)]

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from headway_executor.models.alibi import ScoreBiases
-from headway_executor.models.altup import AlternatingLayer, States
 from headway_executor.models.attention import AttentionPlan, AttentionShape
 from headway_executor.models.attention_config import GateKind, Rotary
 from headway_executor.models.config import Activation
@@ -343,17 +342,33 @@ def _normed(norm: Product | None, inputs: Tensor) -> Tensor:
     return inputs if norm is None else norm(inputs)
 
 
+class FurtherStates(Protocol):
+    """Makes several hidden states of each token's, and one of them again."""
+
+    def begin(self, hidden: Tensor) -> Tensor:
+        """``[tokens, hidden]`` to ``[states, tokens, hidden]``."""
+        ...
+
+    def end(self, states: Tensor) -> Tensor:
+        """The way back."""
+        ...
+
+
+Layer: TypeAlias = Callable[[Tensor, Rotations, StepPlan], None]
+"""Changes the hidden state of the tokens, or their several states, in place."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """The layers of a model or of a stage; ``rotations`` complex64, ``[context, head_dim // 2]``."""
 
     rotations: Rotations
-    layers: tuple[DecoderLayer | AlternatingLayer, ...]
+    layers: tuple[Layer, ...]
     final_norm: Product | None
     head: Product | None
     biases: ScoreBiases | None = None
     table: LayerTable | None = None
-    states: States | None = None
+    states: FurtherStates | None = None
     logits_factor: float = 1.0
     logits_softcap: float | None = None
 

@@ -489,9 +489,9 @@ class _Loader:
         )
 
     def _qk_norm(self, index: int) -> Product | None:
-        weight = self.tensors.qk_norm(index)
+        weight = self.tensors.head_norms.weight(index)
         if weight is not None and self._config.attention.qk_norm == "layer":
-            bias = self.tensors.qk_norm_bias(index)
+            bias = self.tensors.head_norms.bias(index)
             return HeadLayerNorms(self._wide(weight), None if bias is None else self._wide(bias), self._config.norm.eps)
         if weight is None or self._config.attention.qk_norm != "all":
             return None if weight is None else self._rms_norm(weight)

@@ -17,6 +17,7 @@ from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.config import ModelConfig, NormConfig
 from headway_executor.models.expert_tensors import ExpertTensors
 from headway_executor.models.fused_heads import by_block, by_group
+from headway_executor.models.head_norm_tensors import HeadNormTensors, with_offset
 from headway_executor.models.latent_tensors import LatentTensors
 from headway_executor.models.layer_input_tensors import LayerInputTensors
 from headway_executor.models.part import ModelPart, whole
@@ -82,6 +83,7 @@ class ModelTensors:
         self._orders = {kind: _order_of(channel_order, kind, device) for kind in config.attentions}
         self._device = device
         self._part = whole(config) if part is None else part
+        self.head_norms = HeadNormTensors(config, self._part, self._read, self._reordered, device)
 
     def embedding(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``[vocab, own_hidden]``, in ``dtype`` if the model multiplies it."""
@@ -237,49 +239,9 @@ class ModelTensors:
 
         return ExpertTensors(feed.experts, feed, self._part, read)
 
-    def qk_norm(self, index: int) -> Tensor | None:
-        """``[heads + kv_heads, head_dim]``: queries, then keys, then values if they are normalised; or None."""
-        attention, layer = self._config.attention_of(index), self._config.layers[index]
-        kind, kv_heads = attention.qk_norm, self._part.kv_heads_of(attention.num_kv_heads)
-        names = self._names.query_norm, self._names.key_norm
-        heads = self._part.heads_of(attention.num_heads), kv_heads
-        count = 1 if layer.keys_of is not None else 2
-        if kind == "none" or not layer.attends or (kind == "plain" and layer.rope is None):
-            return None
-        if kind == "plain":
-            return torch.ones(sum(map(len, heads[:count])), attention.head_dim, device=self._device)
-        pairs = list(zip(names, heads, strict=True))[:count]
-        if kind == "layer":
-            return torch.cat([self._head_norms(index, *pair) for pair in pairs])
-        norms = []
-        for name, own in pairs:
-            weight = _offset(self._config.norm, self._read(index, f"{name}.weight"))
-            by_head = self._reordered(index, weight).view(-1, attention.head_dim)
-            norms.append(by_head.expand(len(own), -1))
-        if attention.norms_values and layer.keys_of is None:
-            norms.append(torch.ones_like(norms[0][:1]).expand(len(kv_heads), -1))
-        return torch.cat(norms)
-
-    def qk_norm_bias(self, index: int) -> Tensor | None:
-        """As ``qk_norm``, of layer norms that all heads share; or None."""
-        names, heads = (self._names.query_norm, self._names.key_norm), (self._part.heads, self._part.kv_heads)
-        if not self._config.attention.shares_head_norms:
-            return None
-        return torch.cat([self._head_norms(index, *pair, "bias") for pair in zip(names, heads, strict=True)])
-
-    def _head_norms(self, index: int, name: str, heads: range, kind: str = "weight") -> Tensor:
-        """``[heads, head_dim]``; see ``head_norm_tensors``."""
-        if self._config.attention.shares_head_norms:
-            weights = self._read(index, f"{name}.{kind}").expand(len(heads), -1)
-        elif "{}" in name:
-            weights = torch.stack([self._read(index, f"{name.format(head)}.weight") for head in heads])
-        else:
-            weights = self._read(index, f"{name}.weight", heads)
-        return self._reordered(index, weights.flatten()).view(-1, self._config.attention_of(index).head_dim)
-
     def _norm(self, name: str) -> NormTensors:
         if self._config.norm.has_weight:
-            weight = _offset(self._config.norm, self._read_named(f"{name}.weight"))
+            weight = with_offset(self._config.norm, self._read_named(f"{name}.weight"))
         else:
             weight = self._here(torch.ones(self._config.hidden_size))
         return NormTensors(weight, self._read_named(f"{name}.bias") if self._config.norm.has_bias else None)
@@ -401,10 +363,6 @@ def with_zeros(values: Tensor, attention: AttentionConfig) -> Tensor:
 
 def _channels(head_dim: int, heads: range) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
-
-
-def _offset(norm: NormConfig, weight: Tensor) -> Tensor:
-    return weight.float() + norm.offset if norm.offset else weight
 
 
 def _order_of(channel_order: ChannelOrder, attention: AttentionConfig, device: torch.device | None) -> Tensor:
