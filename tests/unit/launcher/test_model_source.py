@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fake_hub import COMMIT, FakeHub, fake_hub
-from headway.planning.hub import HubError, HubName, _chosen
+from headway.planning.hub import Hub, HubError, HubName, _chosen
 from headway.planning.model_source import DEMO_MODEL_DIRECTORY, ModelSourceError, ModelSources
 from headway.planning.services import SERVICES, add_service_flags, load
 from unit.launcher.test_gguf import Kind, write_file
@@ -28,7 +28,7 @@ PROGRAM = """
 import sys
 from headway.planning.model_source import ModelSources, ModelSourceError
 try:
-    print(ModelSources(offline=sys.argv[2] == "offline").directory_of(sys.argv[1]))
+    print(ModelSources(offline=sys.argv[2] == "offline").find(sys.argv[1]).directory)
 except ModelSourceError as error:
     print(error)
     sys.exit(3)
@@ -159,18 +159,18 @@ def test_a_form_of_two_files_is_refused_with_the_names_of_the_files() -> None:
 
 def test_directories_and_names_of_nothing_stay(tmp_path: Path) -> None:
     models = ModelSources(offline=True)
-    assert models.directory_of("demo") == str(DEMO_MODEL_DIRECTORY)
+    assert models.find("demo").directory == str(DEMO_MODEL_DIRECTORY)
     for name in (str(tmp_path), "/no/such/directory", "no-such-model", "./org/name", "~/models/llama", "org/none.gguf"):
-        assert models.directory_of(name) == name
+        assert models.find(name).directory == name
 
 
 def test_a_directory_with_a_pipe_or_a_device_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "nothing").symlink_to("none")
-    assert ModelSources().directory_of(str(tmp_path)) == str(tmp_path)
+    assert ModelSources().find(str(tmp_path)).directory == str(tmp_path)
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ModelSourceError, match=r"^'config\.json' in it is a pipe or a device; allowed: files$"):
-        ModelSources().directory_of(str(tmp_path))
+        ModelSources().find(str(tmp_path))
 
 
 def test_a_user_without_a_home_is_told_where_a_checkpoint_may_be(
@@ -185,7 +185,7 @@ def test_a_user_without_a_home_is_told_where_a_checkpoint_may_be(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.raises(ModelSourceError, match=r"has no home directory; XDG_CACHE_HOME names a place$"):
-        ModelSources().directory_of(str(file))
+        ModelSources().find(str(file))
 
 
 def test_a_gguf_file_becomes_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,16 +193,16 @@ def test_a_gguf_file_becomes_a_checkpoint_once(tmp_path: Path, monkeypatch: pyte
     file = tmp_path / "small.gguf"
     write_file(file, [Kind.Q8_0])
     told: list[str] = []
-    directory = Path(ModelSources(say=told.append).directory_of(str(file)))
+    directory = Path(ModelSources(say=told.append).find(str(file)).directory)
     assert directory.parent == tmp_path / "cache" / "headway" / "gguf"
     assert json.loads((directory / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    assert ModelSources(say=told.append).directory_of(str(file)) == str(directory)
+    assert ModelSources(say=told.append).find(str(file)).directory == str(directory)
     assert len(told) == 1
     os.utime(file, (1, 1))
-    assert ModelSources(say=told.append).directory_of(str(file)) != str(directory), "the file may be another one now"
+    assert ModelSources(say=told.append).find(str(file)).directory != str(directory), "the file may be another one now"
     file.write_bytes(b"GGUF")
     with pytest.raises(ModelSourceError, match=r"small\.gguf"):
-        ModelSources(say=told.append).directory_of(str(file))
+        ModelSources(say=told.append).find(str(file))
     assert not [path for path in directory.parent.iterdir() if path.name.startswith(".part-")]
 
 
@@ -212,10 +212,12 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyt
     file = tmp_path / "small.gguf"
     file.write_bytes(b"GGUF")
     with pytest.raises(ModelSourceError, match=r"^no checkpoint can be made of it in .*; XDG_CACHE_HOME names another"):
-        ModelSources(say=lambda _: None).directory_of(str(file))
+        ModelSources(say=lambda _: None).find(str(file))
 
 
-def test_a_model_is_served_by_the_name_that_was_given(tmp_path: Path) -> None:
+def test_a_model_is_served_by_the_name_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hub, "fetch", lambda *_: tmp_path)
+    monkeypatch.setattr(ModelSources, "_from_gguf", lambda *_: tmp_path)
     file = tmp_path / "Tiny-Q4_0.gguf"
     file.touch()
     names = {
@@ -227,7 +229,7 @@ def test_a_model_is_served_by_the_name_that_was_given(tmp_path: Path) -> None:
         str(tmp_path): "",  # its executor takes the directory's
         "no-such-model": "",
     }
-    assert {name: ModelSources.served_name_of(name) for name in names} == names
+    assert {name: ModelSources().find(name).served_name for name in names} == names
 
 
 @pytest.mark.parametrize(("flags", "name"), [((), "demo"), (("--served-model-name", "mine"), "mine")])

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -27,6 +27,8 @@ _NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<form>[\w.-]+))?(@(?P<revision>[\w./-]+))?"
 )
 _FORM = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP\d|BF16|F16|F32)\w*)(?=[-.]|$)", re.IGNORECASE)
+_OWN_CHOICE = "ud-"
+"""Before the form: some publishers choose a form for each layer."""
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -82,7 +84,7 @@ class Hub:
             return self._gguf_file(name)
         directory = self._download(name, _FETCHED, _OF_OTHER_FORMATS)
         if not (directory / "config.json").exists():
-            _chosen(name, self._gguf_names(name))  # says which there are
+            raise _choice(name, "GGUF files only", self._gguf_names(name))
         if not self._offline:
             # What is there already keeps the library from warning that nothing matches.
             self._download(name._replace(revision=directory.name), ("config.json", *_IN_FOLDERS))
@@ -104,14 +106,14 @@ class Hub:
         else:
             from huggingface_hub import HfApi
 
-            with _told(name, is_offline=False):
+            with _in_one_line(name, is_offline=False):
                 names = HfApi().list_repo_files(name.repository, revision=name.revision)
         return sorted(one for one in names if one.endswith(GGUF) and "mmproj" not in one)
 
     def _download(self, name: HubName, wanted: Sequence[str], unwanted: Sequence[str] = ()) -> Path:
         from huggingface_hub import snapshot_download
 
-        with _told(name, is_offline=self._offline):
+        with _in_one_line(name, is_offline=self._offline):
             return Path(
                 snapshot_download(
                     name.repository,
@@ -143,30 +145,23 @@ class Hub:
                 mark.touch()
 
 
-class _told(contextlib.AbstractContextManager[None]):  # noqa: N801  # reads as a verb
-    """Tells what the library raises in one line."""
+@contextlib.contextmanager
+def _in_one_line(name: HubName, *, is_offline: bool) -> Iterator[None]:
+    """Tell what the library raises as a ``HubError``."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
-    def __init__(self, name: HubName, *, is_offline: bool) -> None:
-        self._name = name
-        self._is_offline = is_offline
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if not isinstance(error, Exception):
-            return
-        from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
-
-        if isinstance(error, RepositoryNotFoundError):
-            reason = (
-                "the hub has no such model, or asks for a token of its own (HF_TOKEN), and there is no such directory"
-            )
-        elif isinstance(error, RevisionNotFoundError):
-            reason = f"the hub's model has no revision {self._name.revision}"
-        elif isinstance(error, LocalEntryNotFoundError):
-            answer = "" if self._is_offline else ", the hub does not answer"
-            reason = f"it is not in the cache{answer}, and there is no such directory"
-        else:  # the library raises what its transport raises
-            reason = f"the hub: {one_line(error, 200)}"
+    try:
+        yield
+    except RepositoryNotFoundError:
+        reason = "the hub has no such model, or asks for a token of its own (HF_TOKEN), and there is no such directory"
         raise HubError(reason) from None
+    except RevisionNotFoundError:
+        raise HubError(f"the hub's model has no revision {name.revision}") from None
+    except LocalEntryNotFoundError:
+        answer = "" if is_offline else ", the hub does not answer"
+        raise HubError(f"it is not in the cache{answer}, and there is no such directory") from None
+    except Exception as error:  # noqa: BLE001  # The library raises what its transport raises.
+        raise HubError(f"the hub: {one_line(error, 200)}") from None
 
 
 def _chosen(name: HubName, files: Sequence[str]) -> list[str]:
@@ -175,35 +170,41 @@ def _chosen(name: HubName, files: Sequence[str]) -> list[str]:
     Raises:
         HubError: none, or several; it says which there are.
     """
-    wanted = name.form.lower()
+    by_model, wanted = _by_model(files), name.form.lower()
+    in_full = [model for model in by_model if wanted in (_form_of(model).lower(), _file_of(model).lower())]
+    found = in_full or [model for model in by_model if wanted == _form_of(model).lower().removeprefix(_OWN_CHOICE)]
+    if len(found) == 1:
+        return by_model[found[0]]
+    raise _choice(name, f"{len(found) or 'no'} GGUF files called {name.form}", files)
+
+
+def _choice(name: HubName, had: str, files: Sequence[str]) -> HubError:
+    """Return the error that says what there is."""
+    models = list(_by_model(files))
+    if not models:
+        return HubError("the hub's model has neither a config.json nor GGUF files")
+    allowed = [_form_of(model) or _file_of(model) for model in models]
+    if len(set(allowed)) < len(allowed):
+        allowed = [_file_of(model) for model in models]
+    return HubError(f"the hub's model has {had}; allowed: {', '.join(f'{name.repository}:{one}' for one in allowed)}")
+
+
+def _by_model(files: Sequence[str]) -> dict[str, list[str]]:
+    """The parts of each model."""
     by_model: dict[str, list[str]] = {}
     for file in files:
         by_model.setdefault(_PART.sub("", file.removesuffix(GGUF)), []).append(file)
-    for names_of in (_names_in_full, _form_without_prefix):
-        found = [model for model in by_model if wanted in names_of(model)]
-        if len(found) == 1:
-            return by_model[found[0]]
-    had = f"{len(found) or 'no'} GGUF files called {name.form}" if wanted else "GGUF files only"
-    allowed = [f"{name.repository}:{_form_of(model) or Path(model).name + GGUF}" for model in by_model]
-    if len(set(allowed)) < len(allowed):
-        allowed = [f"{name.repository}:{Path(model).name}{GGUF}" for model in by_model]
-    if not allowed:
-        raise HubError("the hub's model has neither a config.json nor GGUF files")
-    raise HubError(f"the hub's model has {had}; allowed: {', '.join(allowed)}")
+    return by_model
+
+
+def _file_of(model: str) -> str:
+    return f"{Path(model).name}{GGUF}"
 
 
 def _form_of(model: str) -> str:
     """Return how the weights are stored, as the name says."""
     found = _FORM.search(Path(model).name)
     return found[1] if found else ""
-
-
-def _names_in_full(model: str) -> tuple[str, ...]:
-    return _form_of(model).lower(), f"{Path(model).name}{GGUF}".lower()
-
-
-def _form_without_prefix(model: str) -> tuple[str, ...]:
-    return (_form_of(model).lower().removeprefix("ud-"),)  # some publishers' own choice of forms for each layer
 
 
 def _sha256(path: Path) -> str:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from headway.planning.hub import GGUF, Hub, HubError, HubName
 from headway_proto.wording import shown
@@ -25,6 +26,13 @@ _WRITTEN_AS = 3
 
 class ModelSourceError(Exception):
     """A model that is named cannot be had. The message is one line that follows the name."""
+
+
+class Found(NamedTuple):
+    """A model's ``directory``, and what clients call it; without a ``served_name`` that is the name of its directory."""
+
+    directory: str
+    served_name: str = ""
 
 
 def say(text: str) -> None:
@@ -45,10 +53,10 @@ class ModelSources:
     def __init__(self, *, offline: bool = False, say: Callable[[str], None] = say) -> None:
         self._hub = Hub(offline=offline, say=say, marks=_marks)
         self._say = say
-        self._found: dict[str, str] = {}
+        self._found: dict[str, Found] = {}
 
-    def directory_of(self, name: str) -> str:
-        """Return the directory of a model, or ``name`` itself where it can only be a directory.
+    def find(self, name: str) -> Found:
+        """Return the directory of a model, or ``name`` itself where it can only be a directory, and what clients call it.
 
         Raises:
             ModelSourceError: the file or the hub does not give it.
@@ -58,34 +66,23 @@ class ModelSources:
             self._found[name] = self._find(name)
         return self._found[name]
 
-    @staticmethod
-    def served_name_of(name: str) -> str:
-        """Return what clients call the model, or "" if that is the name of its directory."""
-        path = Path(name)
+    def _find(self, name: str) -> Found:
         if name == DEMO_MODEL:
-            return name
-        if path.suffix == GGUF and path.is_file():
-            return path.stem if path.stem.isprintable() else ""
-        of_hub = _of_hub(path, name)
-        return of_hub.without_revision if of_hub else ""
-
-    def _find(self, name: str) -> str:
-        if name == DEMO_MODEL:
-            return str(DEMO_MODEL_DIRECTORY)
+            return Found(str(DEMO_MODEL_DIRECTORY), name)
         path = Path(name)
         if path.is_dir():
             _require_files(path)
-            return name
+            return Found(name)
         if path.suffix == GGUF and path.is_file():
-            return str(self._from_gguf(path))
-        of_hub = _of_hub(path, name)
-        if of_hub is None:
-            return name
+            return Found(str(self._from_gguf(path)), path.stem if path.stem.isprintable() else "")
+        of_hub = HubName.read(name)
+        if of_hub is None or (path.suffix == GGUF and not of_hub.form):
+            return Found(name)
         try:
             fetched = self._hub.fetch(of_hub)
         except HubError as error:
             raise ModelSourceError(str(error)) from None
-        return str(self._from_gguf(fetched) if of_hub.form else fetched)
+        return Found(str(self._from_gguf(fetched) if of_hub.form else fetched), of_hub.without_revision)
 
     def _from_gguf(self, file: Path) -> Path:
         try:
@@ -116,12 +113,6 @@ class ModelSources:
                 "XDG_CACHE_HOME names another place"
             ) from None
         return directory
-
-
-def _of_hub(path: Path, name: str) -> HubName | None:
-    """A directory of that name comes first."""
-    of_hub = None if path.is_dir() else HubName.read(name)
-    return None if of_hub is None or (path.suffix == GGUF and not of_hub.form) else of_hub
 
 
 def _require_files(directory: Path) -> None:

@@ -155,10 +155,11 @@ def with_model_directory(given: Layer, models: ModelSources) -> dict[str, Any]:
     model = result.get("model")
     if model is not None:
         try:
-            result["model"] = msgspec.structs.replace(model, value=models.directory_of(model.value))
+            found = models.find(model.value)
         except ModelSourceError as error:
             raise ModelDirectoryError(f"{model.origin}: {shown(model.value)} is not allowed; {error}") from None
-        result.setdefault("served_model_name", msgspec.structs.replace(model, value=models.served_name_of(model.value)))
+        result["model"] = msgspec.structs.replace(model, value=found.directory)
+        result.setdefault("served_model_name", msgspec.structs.replace(model, value=found.served_name))
     return result
 
 
