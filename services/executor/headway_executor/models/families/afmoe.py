@@ -13,8 +13,8 @@ from headway_executor.models.families.reading import (
     read_attention,
     read_model,
     read_rms_norm,
+    refuse_others,
     refuse_partial_rotation,
-    refuse_unless,
     window_of,
     windows_of,
 )
@@ -44,8 +44,7 @@ _ONE_WAY: Mapping[str, object] = {
 def read_afmoe(fields: ConfigFields) -> ModelConfig:
     """``AfmoeForCausalLM``."""
     refuse_partial_rotation(fields)
-    for field, allowed in _ONE_WAY.items():
-        refuse_unless(fields, field, allowed)
+    refuse_others(fields, _ONE_WAY)
     routing = read_routing(fields, ("num_experts", 64), chosen=6, is_normalised=True)
     routing = replace(routing, scoring=Scoring.SIGMOID, scaling=fields.number("route_scale", 1.0))
     kinds = every_nth_full(fields, 4, "global_attn_every_n_layers")

@@ -9,8 +9,8 @@ from headway_executor.models.families.reading import (
     read_attention,
     read_model,
     read_rms_norm,
+    refuse_others,
     refuse_partial_rotation,
-    refuse_unless,
 )
 from headway_executor.models.tensor_names import TensorNames
 
@@ -33,8 +33,7 @@ _ONE_WAY: Mapping[str, object] = {"hidden_act": "xielu", "mlp_bias": False, "pos
 def read_apertus(fields: ConfigFields) -> ModelConfig:
     """``ApertusForCausalLM``."""
     refuse_partial_rotation(fields)
-    for field, allowed in _ONE_WAY.items():
-        refuse_unless(fields, field, allowed)
+    refuse_others(fields, _ONE_WAY)
     if not rope_section(fields).values:
         fields = ConfigFields(fields.source, {**fields.values, "rope_parameters": _ROPE})
     has_bias = fields.flag("attention_bias", default=False)

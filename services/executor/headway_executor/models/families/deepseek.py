@@ -18,6 +18,7 @@ from headway_executor.models.families.reading import (
     num_layers_of,
     read_feed_forward,
     read_model,
+    refuse_others,
     refuse_partial_rotation,
     refuse_unless,
 )
@@ -53,8 +54,7 @@ _MISTRAL4_ROPE: Mapping[str, object] = {
 
 def read_deepseek_v2(fields: ConfigFields) -> ModelConfig:
     """``DeepseekV2ForCausalLM``."""
-    for field, allowed in (("scoring_func", "softmax"), ("norm_topk_prob", False), ("mlp_bias", False)):
-        refuse_unless(fields, field, allowed)
+    refuse_others(fields, {"scoring_func": "softmax", "norm_topk_prob": False, "mlp_bias": False})
     routing = read_routing(fields, ("n_routed_experts", 64), chosen=8, is_normalised=False)
     routing = replace(routing, scaling=fields.number("routed_scaling_factor", 1.0))
     method = fields.values.get("topk_method") or "greedy"
@@ -135,8 +135,7 @@ def _read(
 ) -> ModelConfig:
     """``further``: how many layers predict further tokens, by default."""
     refuse_partial_rotation(fields)
-    for field, allowed in (("attention_bias", False), ("moe_layer_freq", 1)):
-        refuse_unless(fields, field, allowed)
+    refuse_others(fields, {"attention_bias": False, "moe_layer_freq": 1})
     context = fields.integer("max_position_embeddings", default_context)
     rope = read_long_rope(fields, context, fields.integer("qk_rope_head_dim", 64) // 2) or read_rope(fields, context)
     return read_model(

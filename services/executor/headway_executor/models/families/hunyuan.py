@@ -15,8 +15,8 @@ from headway_executor.models.families.reading import (
     read_feed_forward,
     read_model,
     read_rms_norm,
+    refuse_others,
     refuse_partial_rotation,
-    refuse_unless,
 )
 from headway_executor.models.families.routing import behind_dense_layers, read_routing
 from headway_executor.models.tensor_names import ExpertNames, TensorNames
@@ -45,14 +45,16 @@ def read_hunyuan_moe(fields: ConfigFields) -> ModelConfig:
     """``HunYuanMoEV1ForCausalLM``. Some numbers may be lists, with one for each layer, and have to be equal there."""
     fields = _with_one_number(fields)
     dense = read_feed_forward(fields)
-    for field, allowed in (
-        ("moe_intermediate_size", dense.intermediate_size),
-        ("num_shared_expert", 1),
-        ("use_mixed_mlp_moe", True),
-        ("moe_layer_num_skipped", 0),
-        ("norm_topk_prob", True),
-    ):
-        refuse_unless(fields, field, allowed)
+    refuse_others(
+        fields,
+        {
+            "moe_intermediate_size": dense.intermediate_size,
+            "num_shared_expert": 1,
+            "use_mixed_mlp_moe": True,
+            "moe_layer_num_skipped": 0,
+            "norm_topk_prob": True,
+        },
+    )
     routing = read_routing(fields, ("num_experts", 1), chosen=1, is_normalised=True, chosen_field="moe_topk")
     experts = ExpertsConfig(routing=routing, shared_size=dense.intermediate_size, names=_EXPERT_NAMES)
     return _read(fields, msgspec.structs.replace(dense, experts=experts))
@@ -64,8 +66,7 @@ def read_hunyuan_v3(fields: ConfigFields) -> ModelConfig:
     Nothing reads its layers that predict further tokens.
     """
     refuse_partial_rotation(fields)
-    for field, allowed in _ONE_WAY.items():
-        refuse_unless(fields, field, allowed)
+    refuse_others(fields, _ONE_WAY)
     routing = read_routing(fields, ("num_experts", 192), chosen=8, is_normalised=True)
     routing = replace(routing, scoring=Scoring.SIGMOID, scaling=fields.number("router_scaling_factor", 2.826))
     experts = ExpertsConfig(routing=routing, names=_EXPERT_NAMES_OF_V3)
@@ -99,8 +100,7 @@ def _with_one_number(fields: ConfigFields) -> ConfigFields:
 
 def _read(fields: ConfigFields, feed_forward: FeedForwardConfig) -> ModelConfig:
     refuse_partial_rotation(fields)
-    for field, allowed in (("use_qk_norm", True), ("use_cla", False), ("use_mla", False)):
-        refuse_unless(fields, field, allowed)
+    refuse_others(fields, {"use_qk_norm": True, "use_cla": False, "use_mla": False})
     has_bias = fields.flag("attention_bias", default=False)
     attention = read_attention(fields, qk_norm="head", qkv_bias=has_bias, output_bias=has_bias)
     rope = _stretched(fields, attention.head_dim)

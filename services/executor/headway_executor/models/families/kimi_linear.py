@@ -19,6 +19,7 @@ from headway_executor.models.families.reading import (
     num_layers_of,
     read_model,
     read_rms_norm,
+    refuse_others,
     refuse_partial_rotation,
     refuse_unless,
 )
@@ -55,6 +56,15 @@ _OTHER_NAMES: Mapping[str, str] = {
     "n_shared_experts": "num_shared_experts",
 }
 """Of fields, in published files."""
+_ONE_WAY: Mapping[str, object] = {
+    "moe_router_activation_func": "sigmoid",
+    "score_function": "sigmoid",
+    "attention_bias": False,
+    "moe_layer_freq": 1,
+    "use_qkv_bias": False,
+    "use_bias": False,
+}
+"""Fields that have one value."""
 
 
 def read_kimi_linear(fields: ConfigFields) -> ModelConfig:
@@ -185,15 +195,7 @@ def _read(
     eps: float,
     names: TensorNames,
 ) -> ModelConfig:
-    for field in ("moe_router_activation_func", "score_function"):
-        refuse_unless(fields, field, "sigmoid")
-    for field, allowed in (
-        ("attention_bias", False),
-        ("moe_layer_freq", 1),
-        ("use_qkv_bias", False),
-        ("use_bias", False),
-    ):
-        refuse_unless(fields, field, allowed)
+    refuse_others(fields, _ONE_WAY)
     return read_model(
         fields,
         default_context=default_context,

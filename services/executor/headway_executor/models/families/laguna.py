@@ -17,8 +17,9 @@ from headway_executor.models.families.reading import (
     read_attention,
     read_feed_forward,
     read_model,
-    refuse_unless,
+    refuse_others,
     windows_of,
+    with_attentions,
 )
 from headway_executor.models.families.routing import by_mlp_type, read_routing
 from headway_executor.models.tensor_names import ExpertNames, TensorNames
@@ -44,8 +45,7 @@ _ONE_WAY: Mapping[str, object] = {
 
 def read_laguna(fields: ConfigFields) -> ModelConfig:
     """``LagunaForCausalLM``."""
-    for field, allowed in _ONE_WAY.items():
-        refuse_unless(fields, field, allowed)
+    refuse_others(fields, _ONE_WAY)
     count, context = num_layers_of(fields), fields.integer("max_position_embeddings", _CONTEXT)
     kinds = layer_types_of(fields, [FULL] * count)
     sections = {kind: _rope_section(fields, kind) for kind in _ROPES}
@@ -65,11 +65,7 @@ def read_laguna(fields: ConfigFields) -> ModelConfig:
         ropes=[ropes[kind] for kind in kinds],
         names=_NAMES,
     )
-    layers = (
-        msgspec.structs.replace(layer, attention=None if own == usual else own)
-        for layer, own in zip(model.layers, attentions, strict=True)
-    )
-    return msgspec.structs.replace(model, layers=tuple(layers))
+    return with_attentions(model, attentions)
 
 
 def _rope_section(fields: ConfigFields, kind: str) -> ConfigFields:

@@ -15,6 +15,7 @@ from headway_executor.models.families.reading import (
     read_feed_forward,
     read_model,
     read_rms_norm,
+    refuse_others,
     refuse_partial_rotation,
     refuse_unless,
     window_of,
@@ -58,8 +59,7 @@ def read_internlm3(fields: ConfigFields) -> ModelConfig:
 
 def read_iquest_coder(fields: ConfigFields) -> ModelConfig:
     """``IQuestCoderForCausalLM``."""
-    for field, allowed in (("clip_qkv", None), ("use_sliding_window", False)):
-        refuse_unless(fields, field, allowed)
+    refuse_others(fields, {"clip_qkv": None, "use_sliding_window": False})
     return _read_llama(ConfigFields(fields.source, {**_IQUEST, **fields.values}))
 
 

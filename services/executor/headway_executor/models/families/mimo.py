@@ -16,8 +16,10 @@ from headway_executor.models.families.reading import (
     read_attention,
     read_model,
     read_rms_norm,
+    refuse_others,
     refuse_unless,
     windows_of,
+    with_attentions,
 )
 from headway_executor.models.families.routing import behind_dense_layers, read_corrected
 from headway_executor.models.tensor_names import TensorNames
@@ -38,8 +40,8 @@ def read_mimo_v2_flash(fields: ConfigFields) -> ModelConfig:
     fields = fields.renamed(rms_norm_eps="layernorm_epsilon")
     count = num_layers_of(fields)
     kinds = layer_types_of(fields, [SLIDING if i and (i + 1) % _PATTERN else FULL for i in range(count)])
-    for field, allowed in (*_ONE_WAY.items(), ("hybrid_layer_pattern", [int(kind == SLIDING) for kind in kinds])):
-        refuse_unless(fields, field, allowed)
+    refuse_others(fields, _ONE_WAY)
+    refuse_unless(fields, "hybrid_layer_pattern", [int(kind == SLIDING) for kind in kinds])
     # Older files say how many positions a token sees before itself.
     window = fields.optional_integer("sliding_window_size")
     window = fields.integer("sliding_window", _WINDOW) if window is None else window + 1
@@ -58,9 +60,7 @@ def read_mimo_v2_flash(fields: ConfigFields) -> ModelConfig:
         multipliers=Multipliers(values=_value_scale(fields)),
         names=_NAMES,
     )
-    own = [near if kind == SLIDING else None for kind in kinds]
-    layers = (msgspec.structs.replace(layer, attention=of) for layer, of in zip(model.layers, own, strict=True))
-    return msgspec.structs.replace(model, layers=tuple(layers))
+    return with_attentions(model, [near if kind == SLIDING else attention for kind in kinds])
 
 
 def _value_scale(fields: ConfigFields) -> float:
@@ -85,13 +85,15 @@ def _attention_of(fields: ConfigFields) -> tuple[AttentionConfig, AttentionConfi
     near_heads = 2 * read.num_kv_heads
     if read.num_heads % near_heads:
         raise fields.refuse("num_key_value_heads", f"half of a divisor of num_attention_heads, {read.num_heads}")
-    for field, allowed in (
-        ("swa_num_attention_heads", read.num_heads),
-        ("swa_num_key_value_heads", near_heads),
-        ("swa_head_dim", read.head_dim),
-        ("swa_v_head_dim", value_dim),
-    ):
-        refuse_unless(fields, field, allowed)
+    refuse_others(
+        fields,
+        {
+            "swa_num_attention_heads": read.num_heads,
+            "swa_num_key_value_heads": near_heads,
+            "swa_head_dim": read.head_dim,
+            "swa_v_head_dim": value_dim,
+        },
+    )
     return far, msgspec.structs.replace(far, num_kv_heads=near_heads, has_sinks=True)
 
 

@@ -21,8 +21,8 @@ from headway_executor.models.families.reading import (
     read_model,
     read_rms_norm,
     read_ropes,
+    refuse_others,
     refuse_partial_rotation,
-    refuse_unless,
     window_of,
     windows_of,
 )
@@ -166,8 +166,7 @@ def read_dots1(fields: ConfigFields) -> ModelConfig:
 
 def read_minimax_m2(fields: ConfigFields) -> ModelConfig:
     """``MiniMaxM2ForCausalLM``: norms over all heads, partly rotated; ``rotary_dim`` is how much of a head is rotated."""
-    for field, allowed in _MINIMAX.items():
-        refuse_unless(fields, field, allowed)
+    refuse_others(fields, _MINIMAX)
     if set(fields.values.get("attn_type_list") or [1]) != {1}:
         raise fields.refuse("attn_type_list", "a list of 1, full attention")
     routing = read_routing(fields, ("num_local_experts", 256), chosen=8, is_normalised=True)

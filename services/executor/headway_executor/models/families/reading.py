@@ -6,7 +6,9 @@ Files come from transformers 4 (``torch_dtype``, ``rope_theta``, ``rope_scaling`
 defaults are theirs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import ConfigFields
@@ -202,10 +204,8 @@ def kinds_of(fields: ConfigFields, default: Sequence[str], allowed: Sequence[str
     if kinds is None:
         return list(default)
     further = fields.integer("num_nextn_predict_layers", 0, low=0)
-    if (
-        isinstance(kinds, list) and len(kinds) == len(default) + further
-    ):  # Some files tell of layers that nothing reads, too.
-        kinds = kinds[: len(default)]
+    if isinstance(kinds, list) and len(kinds) == len(default) + further:
+        kinds = kinds[: len(default)]  # Some files tell of layers that nothing reads, too.
     if not isinstance(kinds, list) or len(kinds) != len(default) or any(kind not in allowed for kind in kinds):
         raise fields.refuse("layer_types", f"a list of {len(default)} names, each {' or '.join(allowed)}")
     return kinds
@@ -256,10 +256,25 @@ def is_of_gguf(fields: ConfigFields) -> bool:
     return quantization is not None and quantization.values.get("quant_method") == "gguf"
 
 
+def with_attentions(model: ModelConfig, attentions: Sequence[AttentionConfig]) -> ModelConfig:
+    """Give each layer its attention."""
+    layers = (
+        msgspec.structs.replace(layer, attention=None if own == model.attention else own)
+        for layer, own in zip(model.layers, attentions, strict=True)
+    )
+    return msgspec.structs.replace(model, layers=tuple(layers))
+
+
 def refuse_unless(fields: ConfigFields, field: str, allowed: object) -> None:
     """A field that may be absent or have one value."""
     if fields.values.get(field) not in (None, allowed):
         raise fields.refuse(field, repr(allowed))
+
+
+def refuse_others(fields: ConfigFields, allowed: Mapping[str, object]) -> None:
+    """Fields that may be absent or have the one value that they have here."""
+    for field, value in allowed.items():
+        refuse_unless(fields, field, value)
 
 
 def refuse_groups(fields: ConfigFields) -> None:

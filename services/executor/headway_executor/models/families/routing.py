@@ -10,7 +10,11 @@ import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
-from headway_executor.models.families.reading import num_layers_of, read_feed_forward, refuse_unless
+from headway_executor.models.families.reading import (
+    num_layers_of,
+    read_feed_forward,
+    refuse_others,
+)
 from headway_executor.models.tensor_names import ExpertNames
 from headway_kernels.routing import MOST_EXPERTS, Routing, Scoring
 
@@ -59,8 +63,7 @@ def read_corrected(
 
     All numbers are defaults. ``correction`` is the name of its tensor.
     """
-    for field, allowed in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        refuse_unless(fields, field, allowed)
+    refuse_others(fields, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
     is_normalised = fields.flag("norm_topk_prob", default=is_normalised)
     routing = read_routing(fields, count, chosen=chosen, is_normalised=is_normalised)
     routing = replace(routing, scoring=Scoring.SIGMOID, scaling=fields.number("routed_scaling_factor", scaling))

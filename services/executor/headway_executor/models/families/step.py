@@ -23,9 +23,11 @@ from headway_executor.models.families.reading import (
     read_attention,
     read_feed_forward,
     read_model,
+    refuse_others,
     refuse_unless,
     window_of,
     windows_of,
+    with_attentions,
 )
 from headway_executor.models.families.routing import by_mlp_type, read_routing
 from headway_executor.models.tensor_names import ExpertNames, TensorNames
@@ -64,8 +66,7 @@ def read_step(fields: ConfigFields) -> ModelConfig:
         num_experts_per_tok="moe_top_k",
         share_expert_dim="share_expert_dims",
     )
-    for field, allowed in _ONE_WAY.items():
-        refuse_unless(fields, field, allowed)
+    refuse_others(fields, _ONE_WAY)
     count, context = num_layers_of(fields), fields.integer("max_position_embeddings", _CONTEXT)
     further = fields.integer("num_nextn_predict_layers", 0, low=0)
     kinds = layer_types_of(fields, [FULL] * count)
@@ -87,11 +88,7 @@ def read_step(fields: ConfigFields) -> ModelConfig:
         ropes=[ropes[kind] for kind in kinds],
         names=TensorNames(qkv=_QKV, ignored_layers=further),
     )
-    layers = (
-        msgspec.structs.replace(layer, attention=None if attentions[kind] == usual else attentions[kind])
-        for layer, kind in zip(model.layers, kinds, strict=True)
-    )
-    return msgspec.structs.replace(model, layers=tuple(layers))
+    return with_attentions(model, [attentions[kind] for kind in kinds])
 
 
 def _each(fields: ConfigFields, field: str, count: int) -> list[Any] | None:
@@ -132,13 +129,16 @@ def _heads_with_windows(fields: ConfigFields) -> int:
     other = fields.section("attention_other_setting")
     if other is None:
         return fields.integer("num_sliding_attention_heads", usual)
-    for field, allowed in (
-        ("attention_type", SLIDING),
-        ("num_attention_groups", fields.integer("num_key_value_heads", 8)),
-        ("head_dim", fields.integer("head_dim", 128)),
-        ("true_head_dim", fields.integer("head_dim", 128)),
-    ):
-        refuse_unless(other, field, allowed)
+    width = fields.integer("head_dim", 128)
+    refuse_others(
+        other,
+        {
+            "attention_type": SLIDING,
+            "num_attention_groups": fields.integer("num_key_value_heads", 8),
+            "head_dim": width,
+            "true_head_dim": width,
+        },
+    )
     return fields.integer("num_sliding_attention_heads", other.integer("num_attention_heads", usual))
 
 
