@@ -87,7 +87,7 @@ def _model_of(directory: str) -> Model:
 
 
 def _counted(shape: ModelShape, config: ModelConfig) -> ModelShape:
-    """With the parameters of its layers, which torch's absence leaves out, as it does all measurements."""
+    """With the parameters of its layers; without torch they are left out, as all measurements are."""
     try:
         from headway_executor.models.parameter_counts import layer_parameters
     except ModuleNotFoundError:

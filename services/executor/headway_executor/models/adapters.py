@@ -33,9 +33,10 @@ from headway_proto.wording import shown
 class AdapterSite(Enum):
     """A product of a layer to which an adapter may add.
 
-    A state has two of its own, and up to three more between them. Latent attention has five in place of ``QKV``: to queries, to what they are compressed to, to
-    what keys and values are, from there to them, and to gates. A layer with experts has eight in place of ``GATE_UP`` and ``DOWN``. Of
-    these, two are of all experts that tokens choose from, and two are before and behind those.
+    A state has two of its own, and up to three more between them. Latent attention has five in place of ``QKV``: to queries,
+    to what queries are compressed to, to what keys and values are compressed to, from there to these, and to gates. A layer
+    with experts has eight in place of ``GATE_UP`` and ``DOWN``. Of these, two are of all experts that tokens choose from, and
+    two are before and behind those.
     """
 
     QKV = auto()

@@ -68,10 +68,12 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``shares_head_norms``, of one weight and one bias. It
     does so before they are rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of
     a compressed row. ``clip`` (None: none) bounds queries, keys and values on both sides, before all else; with
-    ``clips_normed``, behind norms. ``gates``
-    multiply what heads give, each channel by the sigmoid, or what ``gate_kind`` says, of its own: stored "apart", as the fourth of
-    ``TensorNames.qkv``, or "by_head", each head's behind its queries; "of_heads" are stored apart, one for a
-    whole head. ``alibi`` adds to scores (None: nothing does).
+    ``clips_normed``, behind norms. ``alibi`` adds to scores (None: nothing does).
+
+    ``gates`` multiply what heads give, each channel by its own; ``gate_kind`` is what is taken of a gate. They are stored
+    "apart", as the fourth of ``TensorNames.qkv``, or "by_head", each head's behind its queries. Those "of_heads" are stored
+    apart, one for a whole head.
+
     With ``norms_values``, values are normalised by head, without weights. With ``values_are_keys``, they are what the
     projection to keys gives, which is neither normalised as keys are nor rotated. Values have ``value_dim`` channels
     (0: as keys), and zeros behind them. ``has_sinks``: of a model that has attention sinks, whether this attention does.

@@ -154,9 +154,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     With a ``stack``, one tensor holds all experts: "pairs", each gate beside its up, inputs before outputs; "halves", all
     gates before all ups, inputs before outputs; or "rows", the same with outputs before inputs. "matrices": gates, ups and
     ways back are a tensor each, with the rows of expert after expert, and inputs before outputs on the way back. "apart": three
-    stacks of matrices, outputs before inputs. ``has_correction_row``:
-    the correction is stored as a matrix of one row. ``halves_shared``: half of what the shared expert gives counts. ``shared_limit``: its own,
-    as ``FeedForwardConfig.limit``.
+    stacks of matrices, outputs before inputs. ``has_correction_row``: the correction is stored as a matrix of one row.
+    ``halves_shared``: half of what the shared expert gives counts. ``shared_limit``: its own, as ``FeedForwardConfig.limit``.
     """
 
     routing: Routing

@@ -16,6 +16,9 @@ from headway_kernels.experts import Expert
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
+_EACH_MATRIX = frozenset({"matrices", "apart"})
+"""Ways in which gates, ups and ways back have a tensor each."""
+
 
 def expert_shapes(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -> Shapes:
     """Names behind a layer's prefix, and shapes."""
@@ -157,10 +160,8 @@ class ExpertTensors:
     def gate_up(self, number: int | None) -> tuple[Tensor, Tensor | None]:
         """``[2 * inner, hidden]``, gates first, and bias, of one expert; None: of the shared one. Not gated: ``[inner, hidden]``."""
         inner, _ = self._own(number)
-        if self._config.stack == "matrices" and number is not None:
-            return torch.cat([self._matrix(name, number, inner) for name in self._stacks[:-1]]), None
-        if self._config.stack == "apart" and number is not None:
-            return torch.cat([self._of_stack(name, number, inner) for name in self._stacks[:-1]]), None
+        if self._config.stack in _EACH_MATRIX and number is not None:
+            return torch.cat([self._of_one(name, number, inner) for name in self._stacks[:-1]]), None
         if self._config.stack == "pairs" and number is not None:
             pairs = None if inner is None else range(2 * inner.start, 2 * inner.stop)
             bias = self._stacked_bias(self._gate_up, number, pairs)
@@ -181,25 +182,22 @@ class ExpertTensors:
         """``[hidden, inner]``, and bias; as ``gate_up``."""
         _, (outputs, inputs) = self._own(number)
         if self._config.stack == "matrices" and number is not None:
-            return self._matrix(self._down, number, inputs, outputs).t(), None
+            return self._of_one(self._down, number, inputs, outputs).t(), None
         if self._config.stack == "apart" and number is not None:
-            return self._of_stack(self._down, number, outputs, inputs), None
+            return self._of_one(self._down, number, outputs, inputs), None
         if self._config.stack is not None and number is not None:
             bias = self._stacked_bias(self._down, number, outputs) if self._adds_bias else None
             return self._stacked(self._down, number, outputs, inputs), bias
         name = self._names.down if number is not None else self._names.shared_down
         return self._read(f"{self._prefix(number)}{name}.weight", outputs, inputs), None
 
-    def _of_stack(self, name: str, number: int, rows: range | None, columns: range | None = None) -> Tensor:
-        """Some rows of one expert, in a stack of its own kind."""
+    def _of_one(self, name: str, number: int, rows: range | None, columns: range | None = None) -> Tensor:
+        """Some rows of one expert, in the tensor that has such a matrix of all of them."""
+        if self._config.stack == "matrices":
+            own, first = range(self._size) if rows is None else rows, number * self._size
+            return self._read(name, range(first + own.start, first + own.stop), columns)
         of_one = self._read(name, range(number, number + 1), columns)[0]
         return of_one if rows is None else of_one[rows.start : rows.stop]
-
-    def _matrix(self, name: str, number: int, rows: range | None, columns: range | None = None) -> Tensor:
-        """Some rows of one expert, in the tensor of all of them."""
-        own = range(self._size) if rows is None else rows
-        first = number * self._size
-        return self._read(name, range(first + own.start, first + own.stop), columns)
 
     def _stacked(self, name: str, number: int, outputs: range | None = None, inputs: range | None = None) -> Tensor:
         """Of one expert, ``[outputs, inputs]``."""

@@ -115,12 +115,10 @@ class LatentTensors:
 
     def gates(self) -> Tensor | None:
         """``[heads * key_dim, hidden]``, each channel that of its head; or None."""
-        config, heads = self._config, self._part.heads
-        return (
-            None
-            if config.gates is None
-            else self._read(f"{config.gates}.weight", heads).repeat_interleave(config.key_dim, 0)
-        )
+        config = self._config
+        if config.gates is None:
+            return None
+        return self._read(f"{config.gates}.weight", self._part.heads).repeat_interleave(config.key_dim, 0)
 
     def shared_places(self) -> Tensor:
         """Where in a key the shared channels are: int64, ``[rotary_dim]``."""

@@ -211,10 +211,8 @@ def _stacked_as_stored(config: ModelConfig, stored: StoredSource) -> ModelConfig
 
 def _dense_as_stored(config: ModelConfig, stored: StoredSource) -> ModelConfig:
     """See ``TensorNames.other_feed_forward``."""
-    names, dense = (
-        config.names,
-        [index for index, layer in enumerate(config.layers) if layer.feed_forward.experts is None],
-    )
+    names = config.names
+    dense = [index for index, layer in enumerate(config.layers) if layer.feed_forward.experts is None]
     if names.other_feed_forward is None or not dense:
         return config
 

@@ -69,7 +69,7 @@ _ONE_WAY: Mapping[str, object] = {
 
 def read_kimi_linear(fields: ConfigFields) -> ModelConfig:
     """``KimiLinearForCausalLM``: without positions."""
-    fields = _renamed(fields, {"q_lora_rank": None, "num_experts": 256})
+    fields = _with_defaults(fields, {"q_lora_rank": None, "num_experts": 256})
     for field in ("mla_use_nope", "use_grouped_topk"):
         refuse_unless(fields, field, True)
     section = fields.section("linear_attn_config") or ConfigFields(fields.source, {})
@@ -82,12 +82,12 @@ def read_kimi_linear(fields: ConfigFields) -> ModelConfig:
     state = msgspec.structs.replace(state, gate_rank=width, step_rank=width, decay_shape=(1, 1, heads, 1), names=names)
     experts = read_corrected(fields, ("num_experts", None), scaling=2.446)
     usual = [FULL if i and i % 4 == 0 else LINEAR for i in range(num_layers_of(fields))]
+    has_kinds = fields.values.get("layer_types") is not None
+    kinds = kinds_of(fields, usual, (FULL, LINEAR)) if has_kinds else _listed(section, usual)
     return _read(
         fields,
         state,
-        _listed(section, usual)
-        if fields.values.get("layer_types") is None
-        else kinds_of(fields, usual, (FULL, LINEAR)),
+        kinds,
         feeds=behind_dense_layers(
             fields, msgspec.structs.replace(experts, names=_KIMI_EXPERTS), size=1024, shared=1, first=1
         ),
@@ -100,7 +100,7 @@ def read_kimi_linear(fields: ConfigFields) -> ModelConfig:
 
 def read_bailing_hybrid(fields: ConfigFields) -> ModelConfig:
     """``BailingHybridForCausalLM``: gates of heads behind attention. Nothing reads its layers that predict further tokens."""
-    fields = _renamed(fields, {"q_lora_rank": None, "num_experts": 512, "rope_theta": 6e6})
+    fields = _with_defaults(fields, {"q_lora_rank": None, "num_experts": 512, "rope_theta": 6e6})
     refuse_unless(fields, "q_lora_rank", None)
     refuse_partial_rotation(fields)
     heads, group = fields.integer("num_attention_heads"), fields.integer("layer_group_size", 6)
@@ -136,9 +136,8 @@ def read_bailing_hybrid(fields: ConfigFields) -> ModelConfig:
     return msgspec.structs.replace(config, attention=attention)
 
 
-def _renamed(fields: ConfigFields, defaults: Mapping[str, object]) -> ConfigFields:
-    values = {name: fields.values[other] for name, other in _OTHER_NAMES.items() if other in fields.values}
-    return ConfigFields(fields.source, {**defaults, **values, **fields.values})
+def _with_defaults(fields: ConfigFields, defaults: Mapping[str, object]) -> ConfigFields:
+    return ConfigFields(fields.source, {**defaults, **fields.values}).renamed(**_OTHER_NAMES)
 
 
 def _listed(section: ConfigFields, usual: Sequence[str]) -> Sequence[str]:

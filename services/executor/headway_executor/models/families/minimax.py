@@ -88,12 +88,12 @@ def read_minimax_text_01(fields: ConfigFields) -> ModelConfig:
     """``MiniMaxText01ForCausalLM`` and ``MiniMaxM1ForCausalLM``, as they were published first."""
     refuse_unless(fields, "postnorm", True)
     refuse_unless(fields, "shared_intermediate_size", 0)
-    values = {name: fields.values[first] for name, first in _FIRST_NAMES.items() if first in fields.values}
     kinds = fields.values.get("attn_type_list")
     if not isinstance(kinds, list) or any(kind not in (0, 1) for kind in kinds):
         raise fields.refuse("attn_type_list", "a list of 0 and 1, one for each layer")
     width = fields.integer("head_dim")
-    values |= {"layer_types": [FULL if kind else LINEAR for kind in kinds], "rotary_dim": width}
+    fields = fields.renamed(**_FIRST_NAMES)
+    values = {"layer_types": [FULL if kind else LINEAR for kind in kinds], "rotary_dim": width}
     config = read_minimax(ConfigFields(fields.source, {**fields.values, **values}))
     rotary_dim = fields.integer("rotary_dim", width)
     if rotary_dim % 2 or rotary_dim > width:
