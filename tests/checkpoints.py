@@ -100,6 +100,16 @@ def _rope(kind: str, **fields: object) -> dict[str, object]:
     return {"rope_type": kind, "rope_theta": 10_000.0} | fields
 
 
+def _long_rope(num_pairs: int, **fields: object) -> dict[str, object]:
+    return _rope(
+        "longrope",
+        short_factor=[1.0 + i / 8 for i in range(num_pairs)],
+        long_factor=[2.0 + i for i in range(num_pairs)],
+        original_max_position_embeddings=CONTEXT,
+        **fields,
+    )
+
+
 def _of(model: type[PreTrainedModel], config: type[PreTrainedConfig]) -> Callable[..., PreTrainedModel]:
     # Only the eager attention of transformers has soft caps.
     return lambda **changes: model(config(**({"attn_implementation": "eager"} | small_sizes(**changes))))
@@ -134,13 +144,7 @@ _deepseek_v3 = _of(DeepseekV3ForCausalLM, DeepseekV3Config)
 _LLAMA3_ROPE = _rope(
     "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
-_LONG_ROPE = _rope(
-    "longrope",
-    short_factor=[1.0 + i / 8 for i in range(3)],
-    long_factor=[2.0 + i for i in range(3)],
-    original_max_position_embeddings=CONTEXT,
-    partial_rotary_factor=0.5,
-)
+_LONG_ROPE = _long_rope(3, partial_rotary_factor=0.5)
 _GEMMA3_ROPE = {"sliding_attention": _rope("default"), "full_attention": _rope("linear", factor=2.0)}
 _YARN_ROPE = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 
@@ -309,12 +313,7 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
     "minicpm3": _named(
         "MiniCPM3",
         q_lora_rank=20,
-        rope_parameters=_rope(
-            "longrope",
-            short_factor=[1.0 + i / 8 for i in range(4)],
-            long_factor=[2.0 + i for i in range(4)],
-            original_max_position_embeddings=CONTEXT,
-        ),
+        rope_parameters=_long_rope(4),
         max_position_embeddings=2 * CONTEXT,
         tie_word_embeddings=True,
         **_LATENT | {"v_head_dim": 12},
@@ -429,14 +428,7 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
     "phimoe-long": _named(
         "Phimoe",
         num_local_experts=4,
-        rope_parameters=_rope(
-            "longrope",
-            short_factor=[1.0 + i / 8 for i in range(6)],
-            long_factor=[2.0 + i for i in range(6)],
-            original_max_position_embeddings=CONTEXT,
-            short_mscale=1.2,
-            long_mscale=1.3,
-        ),
+        rope_parameters=_long_rope(6, short_mscale=1.2, long_mscale=1.3),
         max_position_embeddings=4 * CONTEXT,
     ),
     "afmoe": _named(

@@ -44,6 +44,20 @@ NUMBERS = ("router.proj.weight",)
 """What stays float32, beside what does in other families."""
 
 
+def unread_keys(
+    name: str, values: Values, config: dict[str, Any], kinds: tuple[str, ...]
+) -> Iterator[tuple[str, Values]]:
+    """With the queries of a layer that shares keys and values, what it has of these ``kinds``, which nothing reads."""
+    first = config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    if "layers." not in name or int(name.split(".")[2]) < first:
+        return
+    if "self_attn.q_proj" in name:
+        keys = values[: len(values) // config["num_attention_heads"] * config["num_key_value_heads"]]
+        yield from ((name.replace("q_proj", f"{kind}_proj"), keys) for kind in kinds)
+    elif "self_attn.q_norm" in name:
+        yield name.replace("q_norm", "k_norm"), values
+
+
 def change(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple[str, Values]]:
     """What has no end gets one, and two scales of the router those of weights that they multiply.
 
@@ -51,12 +65,8 @@ def change(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple[
     """
     number = int(name.split(".")[2]) if "layers." in name else 0
     layer = f"blk.{number}"
-    is_sharing = number >= config["num_hidden_layers"] - config["num_kv_shared_layers"]
-    if not config["is_absorbed"] and is_sharing and "self_attn.q_" in name:
-        num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        is_norm = values.ndim == 1
-        keys = values if is_norm else values[: len(values) // num_heads * num_kv_heads]
-        yield name.replace("self_attn.q_", "self_attn.k_"), keys
+    if not config["is_absorbed"]:
+        yield from unread_keys(name, values, config, ("k",))
     if not config["is_absorbed"] and name.endswith("experts.gate_up_proj"):
         for place, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
             yield f"{layer}.ffn_{place}_exps.weight", half

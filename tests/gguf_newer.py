@@ -10,6 +10,7 @@ from gguf import MODEL_ARCH
 from numpy.typing import NDArray
 
 from checkpoints import VOCAB_SIZE
+from gguf_gemma4 import unread_keys
 
 Values = NDArray[np.float32]
 Change = Callable[[str, Values, dict[str, Any]], Iterator[tuple[str, Values]]]
@@ -128,15 +129,7 @@ def _gemma3n(name: str, values: Values, config: dict[str, Any]) -> Iterator[tupl
     """The same; the products of further states are stacks, which come from ``in_stacks``. Layers that share keys and values
     have some of their own, which nothing reads.
     """
-    is_sharing = "layers." in name and int(name.split(".")[2]) >= (
-        config["num_hidden_layers"] - config["num_kv_shared_layers"]
-    )
-    if is_sharing and "self_attn.q_proj" in name:
-        keys = values[: len(values) // config["num_attention_heads"] * config["num_key_value_heads"]]
-        for kind in ("k", "v"):
-            yield name.replace("q_proj", f"{kind}_proj"), keys
-    if is_sharing and "self_attn.q_norm" in name:
-        yield name.replace("q_norm", "k_norm"), values
+    yield from unread_keys(name, values, config, ("k", "v"))
     yield f"{name}.weight" if name.endswith("_scale") else name, values
 
 

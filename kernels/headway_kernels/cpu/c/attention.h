@@ -23,8 +23,10 @@
 
 /* How keys and values are stored: float32; bfloat16, which is widened; or bfloat16 whose pairs are multiplied, with
  * queries and weights that are rounded to bfloat16, too: only for processors with the instruction. */
-enum gate_kind { GATES_NONE = 0, GATES_SIGMOID = 1, GATES_SOFTPLUS = 2 };
 enum kv_form { KV_FLOAT32 = 0, KV_BFLOAT16 = 1, KV_PAIRS = 2 };
+
+/* Of what heads give: none; their sigmoids multiply it; or they do, once they are ln(1 + e^gate). */
+enum gate_kind { GATES_NONE = 0, GATES_SIGMOID = 1, GATES_SOFTPLUS = 2 };
 
 /* head_dim is a multiple of LANES, at most MAX_HEAD_DIM: the caller pads heads with zeros.
  *

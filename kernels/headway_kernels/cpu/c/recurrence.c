@@ -55,9 +55,6 @@ typedef struct {
 
 static float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-/* log(1 + e^x); from 20 on the two are the same, as in PyTorch. */
-static float soft_plus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
 static float unit_factor(const float *vector, int64_t width) {
     float squares = 0.0f;
     for (int64_t i = 0; i < width; i++) squares += vector[i] * vector[i];

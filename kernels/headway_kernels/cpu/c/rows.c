@@ -4,7 +4,6 @@
 
 #define SWISH_LIMIT 7.0f
 #define SWISH_FACTOR 1.702f
-#define SOFT_PLUS_LIMIT 20.0f /* as in PyTorch: beyond it, the result is the number itself */
 
 /* The sum of (x - mean)^2 of a row. */
 static float squares_around(const float *row, int64_t width, float mean) {
@@ -64,7 +63,7 @@ void normalise_heads(const head_norm *of, norm_weights with, float *heads, int64
 }
 
 void soft_plus_row(float *row, int64_t width) {
-    for (int64_t i = 0; i < width; i++) row[i] = row[i] > SOFT_PLUS_LIMIT ? row[i] : log1pf(expf(row[i]));
+    for (int64_t i = 0; i < width; i++) row[i] = soft_plus(row[i]);
 }
 
 void rotate(float *restrict head, const float *restrict cosines, const float *restrict sines, int64_t half) {

@@ -198,6 +198,9 @@ INLINE vec decay_and_one(vec x) {
 /* NaN stays. */
 INLINE vec sigmoid(vec x) { return choose(x == x, 1.0f / decay_and_one(x), x); }
 
+/* ln(1 + e^x); from 20 on the two are the same, as in PyTorch. */
+static inline float soft_plus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
 /* x / (1 + e^-x), the sigmoid linear unit. */
 INLINE vec silu(vec x) { return x / decay_and_one(x); }
 

@@ -18,8 +18,8 @@ from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.adapted import AdaptedProduct, StepAdapters
 from headway_executor.models.adapters import AdapterSite
 from headway_executor.models.alibi import ScoreBiases, score_biases
-from headway_executor.models.altup import AlternatingLayer, States
-from headway_executor.models.altup_tensors import LayerStates
+from headway_executor.models.altup import States
+from headway_executor.models.altup_loading import alternating_layer, states_at_ends
 from headway_executor.models.attention import AttentionPlan, AttentionShape, OrderedRows
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RecurrenceConfig
 from headway_executor.models.decoder import (
@@ -30,6 +30,7 @@ from headway_executor.models.decoder import (
     Embedding,
     FeedForward,
     HeadLayerNorms,
+    Layer,
     LayerInput,
     LayerNorm,
     LayerTable,
@@ -202,48 +203,19 @@ class _Loader:
         self.part = stage.part
         self.tensors = ModelTensors(config, checkpoint, interleaved, part=stage.part)
 
-    def layer(self, place: int, index: int) -> DecoderLayer | AlternatingLayer:
+    def layer(self, place: int, index: int) -> Layer:
         """Layer ``index`` of the model, ``place`` of the stage."""
-        made, states = self._layer(place, index), self.tensors.states()
-        return made if states is None else self._alternating(made, states.of_layer(index))
-
-    def _alternating(self, layer: DecoderLayer, tensors: LayerStates) -> AlternatingLayer:
-        """Its router's norm has the factor on the router, too."""
-        factor, config = 1 / self._config.hidden_size, self._config.states
-        assert config is not None
-        norms = (layer.attention_norm, layer.attention_post_norm, layer.mlp_norm, layer.mlp_post_norm)
-        attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = (norm for norm in norms if norm is not None)
-        assert isinstance(layer.attention, Attention)
-        assert layer.feed_forward is not None
-        assert layer.own_input is not None
-        return AlternatingLayer(
-            router=InTurn((self._rms_norm(tensors.router_norm.float() * factor), self._linear(tensors.router, None))),
-            predict=self._linear(tensors.predict, None),
-            correct=self._linear(tensors.correct, None),
-            output_scale=placed(tensors.output_scale, self._dtype, self._device) if config.scales_output else None,
-            beside=InTurn(
-                (
-                    self._linear(tensors.left, None),
-                    self._linear(tensors.right, None),
-                    self._rms_norm(tensors.post_norm),
-                )
-            ),
-            attention_norm=attention_norm,
-            attention=layer.attention,
-            attention_post_norm=attention_post_norm,
-            mlp_norm=mlp_norm,
-            feed_forward=layer.feed_forward,
-            mlp_post_norm=mlp_post_norm,
-            own_input=layer.own_input,
-        )
+        made, states, config = self._layer(place, index), self.tensors.states(), self._config.states
+        if states is None or config is None:
+            return made
+        tensors = states.of_layer(index)
+        scale = placed(tensors.output_scale, self._dtype, self._device) if config.scales_output else None
+        return alternating_layer(made, tensors, linear=self._plain, norm=self._rms_norm, output_scale=scale)
 
     def states(self) -> States | None:
         """Of the ends of a model whose tokens have several states."""
         tensors = self.tensors.states()
-        if tensors is None:
-            return None
-        ways = (tensors.projections(), tensors.back())
-        return States(*(tuple(self._linear(weight, None) for weight in way) for way in ways))
+        return None if tensors is None else states_at_ends(tensors, self._plain)
 
     def _layer(self, place: int, index: int) -> DecoderLayer:
         config, has_feed_forward = self._config, self._config.layers[index].has_feed_forward
@@ -506,6 +478,9 @@ class _Loader:
 
     def _wide(self, tensor: Tensor) -> Tensor:
         return placed(tensor, torch.float32, self._device)
+
+    def _plain(self, weight: Tensor) -> Linear:
+        return self._linear(weight, None)
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return Linear(weight, bias, dtype=self._dtype, device=self._device)
