@@ -7,7 +7,8 @@ prompt, whose last step brings the first token; executor 1 pulls the blocks and 
 the other, so that nothing but the hand-off is between its two tokens. Each of ``--backends`` runs ``--requests`` of
 them: *simulated*, whose steps take ``--step-ms``, and *torch* with the demo model.
 
-The gap is the client's. Beside it, from the flight log of the same run and by the same clock of this machine:
+The client is a plain socket that blocks: a library's threads would take the cores that the hand-off needs. The gap is the
+client's. Beside it, from the flight log of the same run and by the same clock of this machine:
 
 - *step*: the time of the step that brought the second token, on its device;
 - *load*: the time to put the blocks on that device, as its executor reports it;
@@ -26,7 +27,6 @@ besides, cannot be expected to do better on this machine.
 """
 
 import argparse
-import asyncio
 import os
 import random
 import statistics
@@ -40,11 +40,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.client import AsyncClient
+from headway.client import Client
 from headway_executor.block_store.records import BlockRecords, checksums_fit
 from headway_executor.block_store.transport import RECORD
 from headway_lab.flight.cells import HandOff, StepCollector, StepRange, hand_offs_in
 from headway_lab.flight.source import Flight
+from headway_proto import generation_pb2 as api
+from plain_call import Message, PlainCaller
 from program import count, parser_of, provenance, write_result
 from served import figures_at, row_of_free_ports, served
 
@@ -75,29 +77,36 @@ class Measured(NamedTuple):
         return self.gap - self.step - self.load
 
 
-async def run_requests(address: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
+def run_requests(address: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Send the requests one by one; return the times of each one's tokens, by ``time.perf_counter``."""
-    draw = random.Random(arguments.seed)
-    times: dict[str, list[float]] = {}
-    async with AsyncClient(address) as client:
-        await _joined(client)
+    with Client(address) as client:
+        _wait_until_joined(client)
+        draw = random.Random(arguments.seed)
+        sampling = api.SamplingParams(max_tokens=arguments.tokens, temperature=0.0, ignore_eos=True)
+        caller = PlainCaller(address)
+        times: dict[str, list[float]] = {}
         for number in range(_WARM_UP + arguments.requests):
-            prompt = draw.choices(_VOCABULARY, k=arguments.prompt)
+            prompt = api.TokenIds(ids=draw.choices(_VOCABULARY, k=arguments.prompt))
             request_id = f"{'warm-up' if number < _WARM_UP else 'request'}-{number}"
-            answer = client.generate(
-                prompt, request_id=request_id, max_tokens=arguments.tokens, temperature=0.0, ignore_eos=True
-            )
-            arrivals = times[request_id] = []
-            async for delta in answer:
-                arrivals += [time.perf_counter()] * len(delta.token_ids)
+            request = api.GenerateRequest(request_id=request_id, token_ids=prompt, sampling=sampling)
+            times[request_id] = token_times(caller.call(request.SerializeToString()))
+        caller.close()
     return {request_id: each for request_id, each in times.items() if request_id.startswith("request")}
 
 
-async def _joined(client: AsyncClient) -> None:
+def token_times(messages: Sequence[Message]) -> list[float]:
+    """Return when each token of an answer came."""
+    times: list[float] = []
+    for message in messages:
+        times += [message.at] * len(api.GenerateResponse.FromString(message.data).delta.token_ids)
+    return times
+
+
+def _wait_until_joined(client: Client) -> None:
     deadline = time.perf_counter() + _JOIN_S
-    while (await client.status()).num_epochs < NUM_EXECUTORS:
+    while client.status().num_epochs < NUM_EXECUTORS:
         assert time.perf_counter() < deadline, "not all executors have joined"
-        await asyncio.sleep(_POLL_S)
+        time.sleep(_POLL_S)
 
 
 def hand_offs_of(log: Path) -> tuple[dict[str, HandOff], float]:
@@ -134,7 +143,7 @@ def run_backend(backend: str, arguments: argparse.Namespace) -> dict[str, object
         metrics_port = row_of_free_ports(_PORTS)
         flags += ["--metrics-port", str(metrics_port), "--flight-log", directory]
         with served("--backend", backend, *flags) as address:
-            times = asyncio.run(run_requests(address, arguments))
+            times = run_requests(address, arguments)
             pulled = figures_at(metrics_port + NUM_EXECUTORS)
         found, swap_us = hand_offs_of(Path(directory))
     rows = [measured(each, found[request_id]) for request_id, each in times.items() if request_id in found]

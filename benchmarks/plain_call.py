@@ -11,6 +11,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import grpc
 
@@ -37,6 +38,14 @@ def echo(connection: socket.socket, data: bytes) -> float:
     return time.perf_counter() - began
 
 
+class Message(NamedTuple):
+    """One message of an answer."""
+
+    at: float
+    """When it came, by ``time.perf_counter``, in seconds."""
+    data: bytes
+
+
 class PlainCaller:
     """One connection, one call at a time; it blocks. It has no thread and no event loop that could be late."""
 
@@ -51,12 +60,11 @@ class PlainCaller:
         """End the connection."""
         self._socket.close()
 
-    def arrivals(self, request: bytes) -> list[float]:
-        """Send a request of ``METHOD``; return when each message came, in seconds from sending."""
+    def call(self, request: bytes) -> list[Message]:
+        """Send a request of ``METHOD``; return all messages of its answer."""
         self._stream += 2
-        found: list[float] = []
+        found: list[Message] = []
         held = b""
-        began = time.perf_counter()
         head = _frame(_HEADERS, 4, self._stream, _HEAD)
         self._socket.sendall(head + _frame(_DATA, 1, self._stream, struct.pack(">BI", 0, len(request)) + request))
         for kind, flags, stream, payload in self._frames():
@@ -65,10 +73,11 @@ class PlainCaller:
             if kind == _RESET:
                 raise RuntimeError("the server gave up the call")
             if kind == _DATA:
+                at = time.perf_counter()
                 held += payload
-                while len(held) >= 5 and len(held) >= 5 + int.from_bytes(held[1:5]):
-                    held = held[5 + int.from_bytes(held[1:5]) :]
-                    found.append(time.perf_counter() - began)
+                while len(held) >= 5 and len(held) >= (end := 5 + int.from_bytes(held[1:5])):
+                    found.append(Message(at, held[5:end]))
+                    held = held[end:]
             if flags & 1:
                 return found
         raise RuntimeError("the server closed the connection")

@@ -103,6 +103,13 @@ def _slow_checks() -> list[Task]:
         _pytest("truth over grpc", truth, 120, 400, (*_COMPARED, "pytest_asyncio", *_SERVICES)),
         _loss("kv loss", "--device", "cuda", "--dtypes", "bfloat16"),
         _loss("fp8 loss", "--device", "cuda", "--dtypes", "bfloat16", "--of", "fp8", "--chunk", "256"),
+        Task(
+            "hand-offs beside many cores",
+            ("benchmarks/handoff.py",),
+            150,
+            400,
+            (*_SERVICES, "headway_lab.flight.cells"),
+        ),
         Task("doctor", ("-m", "headway", "doctor", "--shape", "llama-3-8b"), 40, 120, ("headway_lab.doctor.command",)),
     ]
 
