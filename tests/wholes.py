@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from checkpoints import DELTA, GEMMA4_SMALL, randomise, small_sizes, tokenizer
+from checkpoints import DELTA, GEMMA4, GEMMA4_SMALL, randomise, small_sizes, tokenizer
 
 _CLIP = {
     "model_type": "clip_vision_model",
@@ -251,6 +251,12 @@ _WHOLES["step3p7"] = (
         },
         pad_token_id=0,
     ),
+)
+_UNIFIED = {field: value for field, value in GEMMA4.items() if field != "hidden_size_per_layer_input"}
+_WHOLES["gemma4_unified"] = (
+    "Gemma4Unified",
+    {"patch_size": 2, "mm_embed_dim": 48, "mm_posemb_size": 4, "output_proj_dims": 48},
+    _text("gemma4_unified_text", pad_token_id=1, attention_k_eq_v=True, num_global_key_value_heads=1, **_UNIFIED),
 )
 WHOLES = tuple(_WHOLES)
 """Names that ``make_whole`` knows."""

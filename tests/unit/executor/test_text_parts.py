@@ -257,6 +257,26 @@ def test_the_first_qwen2_vl_has_the_fields_of_its_text_beside_the_others(tmp_pat
     assert tokens(tmp_path) == expected
 
 
+def test_gemma_4_unified_is_gemma_4_with_other_defaults(tmp_path):
+    """Also alone, without what it lacks of the fields of Gemma 4."""
+    text = {"hidden_size": 3840, "intermediate_size": 15_360, "num_hidden_layers": 48, "num_attention_heads": 16}
+    configs = []
+    for text_config in ({}, {"use_bidirectional_attention": None, "enable_moe_block": True}):
+        whole = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "text_config": text | text_config}
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        configs.append(read_model_config(tmp_path))
+    alone = text | {"architectures": ["Gemma4UnifiedForCausalLM"], "vocab_size": 262_144, "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(alone))
+    config = read_model_config(tmp_path)
+    assert configs[0] == configs[1]
+    assert configs[0].layers == config.layers
+    assert (config.context, config.vocab_size, config.tie_word_embeddings) == (262_144, 262_144, True)
+    assert (config.layers[0].window, config.layers[5].window, config.layer_inputs) == (1024, None, None)
+    (tmp_path / "config.json").write_text(json.dumps(alone | {"use_bidirectional_attention": "all"}))
+    with pytest.raises(ModelFilesError, match="use_bidirectional_attention 'all' is not supported"):
+        read_model_config(tmp_path)
+
+
 def test_what_is_not_read_is_not_waited_for(tmp_path):
     make_whole(tmp_path, "llava", hidden_size=256, intermediate_size=1024)
     path = tmp_path / "model.safetensors"

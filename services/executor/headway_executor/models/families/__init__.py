@@ -39,7 +39,7 @@ from headway_executor.models.families.falcon_h1 import read_falcon_h1
 from headway_executor.models.families.gemma import read_gemma1, read_gemma2, read_vaultgemma
 from headway_executor.models.families.gemma3 import read_gemma3
 from headway_executor.models.families.gemma3n import read_gemma3n
-from headway_executor.models.families.gemma4 import read_gemma4
+from headway_executor.models.families.gemma4 import read_gemma4, read_gemma4_unified
 from headway_executor.models.families.glm import read_glm, read_glm4, read_glm4_moe, read_solar_open
 from headway_executor.models.families.gpt2 import read_gpt2
 from headway_executor.models.families.gpt_bigcode import read_gpt_bigcode
@@ -139,6 +139,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Gemma3ForCausalLM": read_gemma3,
     "Gemma3nForCausalLM": read_gemma3n,
     "Gemma4ForCausalLM": read_gemma4,
+    "Gemma4UnifiedForCausalLM": read_gemma4_unified,
     "GemmaForCausalLM": read_gemma1,
     "Glm4ForCausalLM": read_glm4,
     "Glm4MoeForCausalLM": read_glm4_moe,

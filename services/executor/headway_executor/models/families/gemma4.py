@@ -53,6 +53,8 @@ _EXPERTS = ExpertNames(
 _CONTEXT, _PATTERN, _WIDE_HEAD, _WINDOW = 131_072, 6, 512, 512
 _THETAS = {SLIDING: 10_000.0, FULL: 1_000_000.0}
 _OVERRIDES = ("head_dim", "num_key_value_heads")
+_UNIFIED = {"max_position_embeddings": 262_144, "sliding_window": 1024, "use_bidirectional_attention": "vision"}
+_NOT_UNIFIED = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
 
 
 def read_gemma4(fields: ConfigFields) -> ModelConfig:
@@ -94,6 +96,11 @@ def read_gemma4(fields: ConfigFields) -> ModelConfig:
         if layer.keys_of is not None and layer.attention != uneven[layer.keys_of].attention:
             raise fields.refuse("per_layer_config", "layers that share keys and values alike")
     return msgspec.structs.replace(model, layers=tuple(uneven), layer_inputs=inputs)
+
+
+def read_gemma4_unified(fields: ConfigFields) -> ModelConfig:
+    """``Gemma4UnifiedForCausalLM`` (12B): without inputs of each layer's own and experts, and a context twice as long."""
+    return read_gemma4(ConfigFields(fields.source, {**_UNIFIED, **fields.values, **_NOT_UNIFIED}))
 
 
 def _with_experts(fields: ConfigFields, dense: FeedForwardConfig) -> FeedForwardConfig:

@@ -151,6 +151,7 @@ _OWN = {
     "Gemma3": _TEXTS["gemma3_text"],
     "Gemma3n": _Text("Gemma3nForCausalLM", _GEMMA3N),
     "Gemma4": _TEXTS["gemma4_text"],
+    "Gemma4Unified": _Text("Gemma4UnifiedForCausalLM", _GEMMA4),
     "Glm4v": _GLM4V,
     "Glm4vMoe": _GLM4V_MOE,
     "KimiK25": _KIMI,
