@@ -237,6 +237,7 @@ def test_an_unknown_family_is_answered_with_those_of_like_names_and_where_all_ar
 
 
 GEMMA4 = {"hidden_size_per_layer_input": 0}
+ERNIE_VL = {"moe_intermediate_size": [32, 16]}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": None}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
 OTHERS_REFUSED = [
@@ -256,6 +257,11 @@ OTHERS_REFUSED = [
     ("Gemma4", GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
     ("Gemma4", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input"),
     ("Gemma4", {"vocab_size_per_layer_input": 300}, "vocab_size_per_layer_input"),
+    ("Ernie4_5_Moe", ERNIE_VL | {"moe_num_experts": [4, 2]}, "moe_num_experts"),
+    ("Ernie4_5_Moe", ERNIE_VL | {"moe_intermediate_size": [8]}, "moe_intermediate_size"),
+    ("Ernie4_5_Moe", ERNIE_VL | {"mlp_layer_types": ["sparse", "sparse"]}, "mlp_layer_types"),
+    ("Molmo2Text", {"qk_norm_type": "layer"}, "qk_norm_type"),
+    ("Molmo2Text", {"rope_scaling_layers": [2]}, "rope_scaling_layers"),
     ("Phi3", {"rope_scaling": LONG | {"short_factor": [1.0]}}, "short_factor"),
     ("Phi3", {"rope_scaling": LONG | {"short_factor": None}}, "short_factor"),
     ("Phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 1}, "original_max_position_embeddings"),

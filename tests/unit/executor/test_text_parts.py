@@ -257,6 +257,125 @@ def test_the_first_qwen2_vl_has_the_fields_of_its_text_beside_the_others(tmp_pat
     assert tokens(tmp_path) == expected
 
 
+def test_ernie_is_read_as_it_was_published(tmp_path):
+    """With two numbers in place of one, and all fields beside each other."""
+    expected = expected_of(make_whole(tmp_path, "ernie4_5_vl"))
+    code = "modeling_ernie4_5_vl.Ernie4_5_VLMoeForConditionalGeneration"
+
+    def flat(config):
+        text = config.pop("text_config")
+        rope = {"type": "default", "mrope_section": text.pop("rope_parameters")["mrope_section"]}
+        both = {"moe_num_experts": [6, 6], "moe_layer_start_index": [1, 1], "moe_layer_end_index": [2, 1]}
+        gone = text.pop("mlp_layer_types")
+        assert gone == ["dense", "sparse", "sparse"]
+        return text | config | both | {"rope_scaling": rope, "auto_map": {"AutoModelForCausalLM": code}}
+
+    change_config(tmp_path, lambda config: flat(config) | {"rope_theta": 10_000.0})
+    assert tokens(tmp_path) == expected
+
+
+@pytest.mark.parametrize("name", ["ernie4_5_vl", "molmo2"])
+@pytest.mark.parametrize("form", ["exact", "fast"])
+def test_ranks_share_what_is_stored_in_another_way(tmp_path, name, form):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    expected = expected_of(make_whole(tmp_path, name, **heads))
+    backend = InlineGroup(tensor_parallel=2)
+    options = {"kernels": "eager", "tensor_parallel_form": form}
+    assert tokens(tmp_path, backend=backend, options=options) == expected
+    backend.close()
+
+
+def test_adapters_of_ups_before_gates(tmp_path):
+    """In one tensor, of which the adapter has one product."""
+    model = make_whole(tmp_path / "model", "molmo2")
+    draw = torch.Generator().manual_seed(1)
+    down, up = (torch.randn(size, generator=draw) * 0.3 for size in ((2, 48), (192, 2)))
+    adapter = write_adapter(tmp_path / "adapter", model.model.language_model, seed=1, targets=("o_proj",), rank=2)
+    module = "base_model.model.model.transformer.blocks.1.mlp.ff_proj"
+    added = {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
+    save_file(added, adapter / "adapter_model.safetensors")
+    alpha = json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"]
+    mlp = model.model.language_model.layers[1].mlp
+    with torch.no_grad():
+        ups, gates = (up @ down * alpha / 2).chunk(2)
+        mlp.up_proj.weight += ups
+        mlp.gate_proj.weight += gates
+    expected = expected_of(model)
+    for kernels in KERNELS:
+        opened = open_backend(tmp_path / "model", options={"kernels": kernels})
+        loaded = load_adapter(opened[0], "one", str(adapter))
+        assert run(opened, loaded.identity) == expected != run(opened)
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "places"),
+    [
+        ("qwen2_5_omni", "Qwen2_5OmniModel", ("model.",)),
+        ("qwen3_omni_moe", "Qwen3OmniMoeForConditionalGeneration", ("model.", "model.language_model.")),
+    ],
+)
+def test_what_thinks_and_what_speaks_are_parts_of_one_whole(tmp_path, name, published, places):
+    expected = expected_of(make_whole(tmp_path, name))
+    change_config(
+        tmp_path, lambda config: {"architectures": [published], "thinker_config": config, "talker_config": {}}
+    )
+    rename_tensors(tmp_path, lambda stored: f"thinker.{stored.removeprefix('thinker.')}")
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"talker.model.norm.weight": torch.ones(8)}, path)
+    old = r"^thinker\.model\.(language_model\.)?(?=embed|layers|norm)"
+    for place in places:
+        rename_tensors(tmp_path, lambda stored, place=place: re.sub(old, f"thinker.{place}", stored))
+        assert tokens(tmp_path) == expected
+    config = read_model_config(tmp_path)
+    assert (config.architecture, config.eos_token_ids) == (published, (0,))
+
+
+def test_hunyuan_is_read_as_it_was_published(tmp_path):
+    """With the fields of its text beside the others, and under other names."""
+    expected = expected_of(make_whole(tmp_path, "hunyuan_vl"))
+
+    def flat(config):
+        text = config.pop("text_config")
+        rope = text.pop("rope_parameters")
+        sections = {"type": "xdrope", "alpha": rope["alpha"], "factor": 1.0, "xdrope_section": rope["mrope_section"]}
+        theirs = {"attention_head_dim": text.pop("head_dim"), "org_vocab_size": text["vocab_size"]}
+        return text | config | theirs | {"rope_theta": 10_000.0, "rope_scaling": sections}
+
+    change_config(tmp_path, flat)
+    assert tokens(tmp_path) == expected
+
+
+def test_paddle_ocr_is_read_as_it_was_published(tmp_path):
+    expected = expected_of(make_whole(tmp_path, "paddleocr_vl"))
+    code = "modeling_paddleocr_vl.PaddleOCRVLForConditionalGeneration"
+
+    def flat(config):
+        text = config.pop("text_config")
+        rope = {"type": "default", "mrope_section": text.pop("rope_parameters")["mrope_section"]}
+        return text | config | {"rope_theta": 10_000.0, "rope_scaling": rope, "auto_map": {"AutoModel": code}}
+
+    change_config(tmp_path, flat)
+    assert tokens(tmp_path) == expected
+    change_config(tmp_path, lambda config: config | {"auto_map": {"AutoModel": "modeling.Other"}})
+    with pytest.raises(ModelFilesError, match="auto_map asks for code from the checkpoint"):
+        read_model_config(tmp_path)
+
+
+def test_the_layer_of_glm_ocr_that_predicts_further_tokens_is_not_read(tmp_path):
+    expected = expected_of(make_whole(tmp_path, "glm_ocr"))
+    path = tmp_path / "model.safetensors"
+    further = {"model.language_model.layers.3.eh_proj.weight": torch.ones(8)}
+    save_file(load_file(path) | further, path)
+    assert tokens(tmp_path) == expected
+
+
+def test_hyperclova_x_has_an_older_name(tmp_path):
+    make_whole(tmp_path, "hyperclovax_vision_v2")
+    newer = read_model_config(tmp_path)
+    change_config(tmp_path, lambda config: config | {"architectures": ["HCXVisionV2ForCausalLM"]})
+    assert read_model_config(tmp_path) == msgspec.structs.replace(newer, architecture="HCXVisionV2ForCausalLM")
+
+
 def test_gemma_4_unified_is_gemma_4_with_other_defaults(tmp_path):
     """Also alone, without what it lacks of the fields of Gemma 4."""
     text = {"hidden_size": 3840, "intermediate_size": 15_360, "num_hidden_layers": 48, "num_attention_heads": 16}
@@ -358,6 +477,18 @@ def test_quantised_weights_of_the_text_have_its_names(tmp_path, kind):
         tmp_path / "model", lambda name: name if name.startswith("language_model.") else name + "_of_pictures"
     )
     reference = quantise(tmp_path / "model", kind)
+    for kernels in KERNELS:
+        assert tokens(tmp_path / "model", options={"kernels": kernels}) == tokens(reference)
+
+
+@pytest.mark.parametrize("name", ["ernie4_5_vl", "molmo2"])
+def test_quantised_weights_may_be_stored_in_another_way(tmp_path, name):
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"moe_intermediate_size": [32, 32]} if name == "ernie4_5_vl" else {}
+    make_whole(tmp_path / "model", name, **sizes, **experts)
+    read = ("model.transformer.", "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+    rename_tensors(tmp_path / "model", lambda stored: stored if stored.startswith(read) else stored + "_of_pictures")
+    reference = quantise(tmp_path / "model", "awq")
     for kernels in KERNELS:
         assert tokens(tmp_path / "model", options={"kernels": kernels}) == tokens(reference)
 

@@ -36,7 +36,7 @@ def by_matrix(config: ModelConfig) -> ModelConfig:
     def apart(experts: ExpertsConfig | None) -> ExpertsConfig | None:
         if experts is None:
             return None
-        return msgspec.structs.replace(experts, stack=None, has_router_bias=False)
+        return msgspec.structs.replace(experts, stack=None, has_router_bias=False, has_turned_router=False)
 
     def without_biases(recurrence: RecurrenceConfig | None) -> RecurrenceConfig | None:
         return None if recurrence is None else msgspec.structs.replace(recurrence, has_bias=False)

@@ -154,7 +154,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     With a ``stack``, one tensor holds all experts: "pairs", each gate beside its up, inputs before outputs; "halves", all
     gates before all ups, inputs before outputs; or "rows", the same with outputs before inputs. "matrices": gates, ups and
     ways back are a tensor each, with the rows of expert after expert, and inputs before outputs on the way back. "apart": three
-    stacks of matrices, outputs before inputs. ``has_correction_row``: the correction is stored as a matrix of one row.
+    stacks of matrices, outputs before inputs. ``correction_rows``: the correction is the first of so many rows; 0: it is stored
+    alone. With ``has_turned_router``, that is stored with inputs before outputs.
     ``halves_shared``: half of what the shared expert gives counts. ``shared_limit``: its own, as ``FeedForwardConfig.limit``.
     """
 
@@ -163,7 +164,8 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     latent_size: int = 0
     has_router_bias: bool = False
     stack: Stacking | None = None
-    has_correction_row: bool = False
+    correction_rows: int = 0
+    has_turned_router: bool = False
     halves_shared: bool = False
     shared_limit: float = math.inf
     names: ExpertNames = ExpertNames()

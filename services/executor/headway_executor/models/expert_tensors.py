@@ -23,11 +23,11 @@ _EACH_MATRIX = frozenset({"matrices", "apart"})
 def expert_shapes(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -> Shapes:
     """Names behind a layer's prefix, and shapes."""
     names, count = config.names, config.routing.num_experts
-    yield f"{names.router}.weight", (count, hidden)
+    yield f"{names.router}.weight", (hidden, count) if config.has_turned_router else (count, hidden)
     if config.has_router_bias:
         yield f"{names.router}.bias", (count,)
     if names.correction is not None:
-        yield names.correction, (1, count) if config.has_correction_row else (count,)
+        yield names.correction, (config.correction_rows, count) if config.correction_rows else (count,)
     if names.norms is not None:
         for name in (names.norms.experts, names.norms.experts_post, names.norms.shared, names.norms.shared_post):
             yield f"{name}.weight", (hidden,)
@@ -117,11 +117,14 @@ class ExpertTensors:
         """``[experts, hidden]``, and bias."""
         name = self._names.router
         weight = self._read(f"{name}.weight")
+        weight = weight.t().contiguous() if self._config.has_turned_router else weight
         return weight, self._read(f"{name}.bias") if self._config.has_router_bias else None
 
     def correction(self) -> Tensor | None:
         """``[experts]``, or None."""
-        return None if self._names.correction is None else self._read(self._names.correction).flatten()
+        if self._names.correction is None:
+            return None
+        return self._read(self._names.correction).flatten()[: self._config.routing.num_experts]
 
     def norms(self) -> NormsOfExperts | None:
         """See ``ExpertNorms``; or None."""

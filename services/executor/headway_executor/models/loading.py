@@ -283,6 +283,7 @@ class ModelTensors:
         count = 2 if feed.is_gated else 1
         widths, owns = (feed.intermediate_size,) * count, (self._part.own_inner(feed.intermediate_size),) * count
         parts = self._parts(index, self._names.gate_up, kind, widths, owns)
+        parts = parts[::-1] if self._names.has_ups_first else parts
         return [times(parts[0], self._config.multipliers.gate), *parts[1:]]
 
     def _qkv(self, index: int, kind: str) -> list[Tensor]:

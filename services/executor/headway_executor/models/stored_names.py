@@ -22,9 +22,12 @@ _OLDER_DECODER = "backbone."
 _NUMBER = "{}"
 LAYERS = "layers."
 _PLACES = (
+    ("model.language_model.model.", "model.language_model."),
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
     ("model.text_model.", ""),
+    ("thinker.model.language_model.", "thinker."),
+    ("thinker.model.", "thinker."),
 )
 """What is in front of a decoder's names instead, and of its head's, beside other models: as transformers 4 or 5 saves them.
 
@@ -172,7 +175,8 @@ def _placed_as_stored(config: ModelConfig, stored: TensorSource) -> ModelConfig:
         return config
     for decoder, of_head in _PLACES:
         moved = _renamed(names, lambda name, decoder=decoder: name.replace(_DECODER, decoder, 1))  # type: ignore[misc]
-        moved = msgspec.structs.replace(moved, heads=tuple(of_head + head for head in names.heads))
+        heads = dict.fromkeys(front + head for front in (of_head, decoder) for head in names.heads)
+        moved = msgspec.structs.replace(moved, heads=tuple(heads))
         if moved.embedding in stored or f"{moved.final_norm}.weight" in stored:
             names = moved
             config = _with_names(config, moved, lambda name, decoder=decoder: name.replace(_DECODER, decoder, 1))  # type: ignore[misc]

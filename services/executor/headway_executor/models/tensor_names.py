@@ -89,13 +89,14 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     (``is_fused_by_head``), or in so many ``blocks`` of heads, each queries, values, keys. With ``has_inputs_first``,
     projections of layers are ``[inputs, outputs]``. ``projections`` lead from embeddings to the first layer, and from the
     last one to the head; as ``embedding_norm``, they are applied while loading. ``heads``: the first that is stored. Nothing reads
-    ``ignored``, what begins as one of ``ignored_prefixes``, and the ``ignored_layers`` behind the last one. With
-    ``is_part``, other models are in the same checkpoint. They are not read either, and names have more in front of them,
+    ``ignored``, which are tensors, or modules with a dot behind them, what begins as one of ``ignored_prefixes``, and the
+    ``ignored_layers`` behind the last one. With ``is_part``, other models are in the same checkpoint. They are not read either, and names have more in front of them,
     which the stored names tell. ``state_norms``: of layers with a state, if others than those of other layers. ``renamed``:
     norms of layers that may be stored under another name, and that name. ``in_transformers``: beginnings of names behind
     ``layer`` as modules of transformers have them, and as they are here; the first that fits counts. A dense feed-forward may
     be stored where experts are, behind ``other_feed_forward`` in place of what is before the last dot. With
-    ``has_norms_of_next``, the norm behind a feed-forward is in the layer after it, and the last layer has none.
+    ``has_norms_of_next``, the norm behind a feed-forward is in the layer after it, and the last layer has none. With
+    ``has_ups_first``, the one tensor of gates and ups begins with ups.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -127,6 +128,7 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     in_transformers: tuple[tuple[str, str], ...] = ()
     other_feed_forward: str | None = None
     has_norms_of_next: bool = False
+    has_ups_first: bool = False
     layer_factor: str | None = None
     ignored: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     is_part: bool = False

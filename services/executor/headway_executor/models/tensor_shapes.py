@@ -3,6 +3,7 @@
 Owns: what is expected, and saying what is missing or wrong. Must not know: what is done with a tensor.
 """
 
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -23,6 +24,7 @@ from headway_executor.models.tensor_names import TensorNames
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 CURVE: Mapping[str, tuple[int, ...]] = MappingProxyType({"alpha_p": (1,), "alpha_n": (1,), "beta": ()})
 """Of xIELU."""
+_DOTS = re.compile(r"\.")
 
 
 def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
@@ -195,14 +197,21 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, quantization: str
         *config.names.ignored_prefixes,
         *_keys_of_others(config),
     )
-    unread = {name for name in checkpoint.headers if name.startswith(beyond)}
+    ignored = ignored_tensors(config)
+    modules = frozenset(name for name in ignored if name.endswith("."))
+    unread = {name for name in checkpoint.headers if name.startswith(beyond) or (modules and _is_in(modules, name))}
     if config.names.is_part:
         own = (
-            config.names.layer.partition(LAYERS)[0],
+            config.names.layer.partition(LAYERS if LAYERS in config.names.layer else "{}")[0],
             *(head.removesuffix("weight") for head in config.names.heads),
         )
         unread |= {name for name in checkpoint.headers if not name.startswith(own)}
-    checkpoint.check(expected_tensors(config, checkpoint), ignored_tensors(config) | unread)
+    checkpoint.check(expected_tensors(config, checkpoint), ignored | unread)
+
+
+def _is_in(modules: frozenset[str], name: str) -> bool:
+    """There may be thousands of them."""
+    return any(name[: dot.end()] in modules for dot in _DOTS.finditer(name))
 
 
 def layers_as_stored(config: ModelConfig, stored: Iterable[str], layers: Iterable[int]) -> list[int]:

@@ -80,6 +80,7 @@ from headway_executor.models.families.mixtures import (
     read_qwen2_moe,
     read_qwen3_moe,
 )
+from headway_executor.models.families.molmo import read_molmo2
 from headway_executor.models.families.mpt import read_mpt
 from headway_executor.models.families.nanochat import read_nanochat
 from headway_executor.models.families.nemotron_h import read_nemotron_h
@@ -183,6 +184,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Mistral4ForCausalLM": read_mistral4,
     "MistralForCausalLM": read_mistral,
     "MixtralForCausalLM": read_mixtral,
+    "Molmo2TextForCausalLM": read_molmo2,
     "MptForCausalLM": read_mpt,
     "NanoChatForCausalLM": read_nanochat,
     "NemotronForCausalLM": read_nemotron,
@@ -230,10 +232,12 @@ _KNOWN_CODE = frozenset(
         "modeling_deepseek.DeepseekV3ForCausalLM",
         "modeling_ernie4_5.Ernie4_5_ForCausalLM",
         "modeling_ernie4_5_moe.Ernie4_5_MoeForCausalLM",
+        "modeling_ernie4_5_vl.Ernie4_5_VLMoeForConditionalGeneration",
         "modeling_hyperclovax.HyperCLOVAXForCausalLM",
         "hunyuan.HunYuanMoEV1ForCausalLM",
         "modeling_falcon.FalconForCausalLM",
         "modeling_kimi.KimiLinearForCausalLM",
+        "modeling_molmo2.Molmo2ForConditionalGeneration",
         "modeling_mpt.MPTForCausalLM",
         "modeling_internlm3.InternLM3ForCausalLM",
         "modeling_iquestcoder.IQuestCoderForCausalLM",
@@ -248,12 +252,16 @@ _KNOWN_CODE = frozenset(
         "modeling_minimax_m2.MiniMaxM2ForCausalLM",
         "modeling_minimax_text_01.MiniMaxText01ForCausalLM",
         "modeling_nemotron_h.NemotronHForCausalLM",
+        "modeling_paddleocr_vl.PaddleOCRVLForConditionalGeneration",
     }
 )
 """Code in checkpoints that is older than transformers' own of the same model. It is not run either.
 
 A checkpoint made of one from the hub names the repository before it, with ``--`` between.
 """
+
+_WAYS_OF_LOADING = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
+"""The first that is named counts: ``AutoModel`` may be the same without a head."""
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -319,7 +327,7 @@ def _check_kinds(fields: ConfigFields, config: ModelConfig) -> None:
 
 def _check_code(fields: ConfigFields) -> None:
     named = fields.values.get("auto_map")
-    model = named.get("AutoModelForCausalLM") if isinstance(named, dict) else None
+    model = next((named[way] for way in _WAYS_OF_LOADING if way in named), None) if isinstance(named, dict) else None
     if named is not None and not (isinstance(model, str) and model.rpartition("--")[2] in _KNOWN_CODE):
         raise ModelFilesError(f"{fields.source}: auto_map asks for code from the checkpoint, which is never run")
 

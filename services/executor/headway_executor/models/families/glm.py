@@ -1,5 +1,7 @@
 """GLM 4 to 4.7: a part of each head rotated, biases; in GLM 4.5 and later, and Solar, experts as DeepSeek V3 has them."""
 
+import msgspec
+
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.positions import rotary_factor
@@ -34,6 +36,7 @@ def read_glm4(fields: ConfigFields) -> ModelConfig:
 
 
 def _read(fields: ConfigFields, names: TensorNames) -> ModelConfig:
+    """Nothing reads the layer of GLM-OCR that predicts further tokens."""
     return read_model(
         fields,
         default_context=_CONTEXT,
@@ -47,7 +50,7 @@ def _read(fields: ConfigFields, names: TensorNames) -> ModelConfig:
         ),
         feed_forward=read_feed_forward(fields),
         norm=read_rms_norm(fields, eps=1.5625e-07),
-        names=names,
+        names=msgspec.structs.replace(names, ignored_layers=fields.integer("num_nextn_predict_layers", 0, low=0)),
     )
 
 
