@@ -531,7 +531,30 @@ _WITHOUT_ROPE: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt_bigcode-heads": _named("GPTBigCode", n_inner=96, multi_query=False, **_OLD),
 }
 
+_MODERNBERT: dict[str, object] = _OLD | {"local_attention": 40, "pad_token_id": 1, "bos_token_id": 2}
+
 _FURTHER |= {
+    "bitnet": _named("BitNet", hidden_size=64),
+    "kolibri1": _named(
+        "Kolibri1",
+        head_dim=16,
+        sliding_window=20,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=40,
+    ),
+    "modernbert_decoder": _named("ModernBertDecoder", tie_word_embeddings=True, **_MODERNBERT),
+    "modernbert_decoder-bias": _named(
+        "ModernBertDecoder",
+        norm_bias=True,
+        attention_bias=True,
+        mlp_bias=True,
+        classifier_bias=True,
+        decoder_bias=False,
+        **_MODERNBERT,
+    ),
     "nanochat": _named("NanoChat", head_dim=16),
     "persimmon-plain": _named("Persimmon", rope_parameters=_HALF_ROPE, qk_layernorm=False, **_OLD),
     "falcon": _named("Falcon", ffn_hidden_size=96, num_key_value_heads=1, tie_word_embeddings=True),

@@ -245,6 +245,15 @@ def _bnb8(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stor
     return stored, codes * largest[:, None].astype(np.float64) / 127
 
 
+def _ternary(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
+    """A quarter of the outputs after the other in the bits of a byte; a scale that divides."""
+    codes = draw.integers(0, 3, shape)
+    scale = torch.from_numpy(draw.uniform(2.0, 8.0, 1)).bfloat16()
+    packed = (codes.reshape(4, -1, shape[1]) << 2 * np.arange(4)[:, None, None]).sum(0).astype(np.uint8)
+    values = (codes - 1) / _wide(scale)
+    return {f"{base}.weight": torch.from_numpy(packed), f"{base}.weight_scale": scale}, values
+
+
 def _plain(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
     weight = torch.from_numpy(draw.normal(0, 0.1, shape)).to(torch.bfloat16)
     return {f"{base}.weight": weight}, weight.double().numpy()
@@ -386,6 +395,7 @@ KINDS: dict[str, tuple[dict[str, object], _Store]] = {
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, _bnb4(is_nested=False)),
     "nf4-nested": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, _bnb4(is_nested=True)),
     "bnb-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, _bnb8),
+    "bitnet": ({"quant_method": "bitnet", "modules_to_not_convert": None}, _ternary),
 }
 
 _RULES = {

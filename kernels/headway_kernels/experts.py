@@ -35,7 +35,9 @@ def choose_experts(routing: Routing, logits: Tensor, correction: Tensor | None =
     """
     wide = logits.float()
     scores = _scores(routing, wide)
-    ranked = scores if correction is None else scores + correction.float()
+    ranked = wide if routing.corrects_outputs else scores
+    if correction is not None:
+        ranked = ranked + correction.float()
     if routing.num_groups > 1:
         ranked = _without_closed_groups(routing, ranked)
     chosen = ranked.topk(routing.num_chosen, dim=-1).indices.sort(dim=-1).values

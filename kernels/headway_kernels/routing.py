@@ -29,7 +29,8 @@ class Routing:
     With several groups of equal size, a group's score is the sum of its ``scores_per_group`` best, and only the best
     ``num_open_groups`` groups take part. The weight of a chosen expert is its score, with ``is_normalised`` its share of
     the chosen scores, times ``scaling``. It multiplies what the expert gives, or with ``weighs_inputs`` what it gets.
-    ``tolerance``, of NEAR: how far outputs may be apart, as a share of the larger one.
+    ``tolerance``, of NEAR: how far outputs may be apart, as a share of the larger one. A correction is of scores, or with
+    ``corrects_outputs`` of what the router gives.
     """
 
     num_experts: int
@@ -42,3 +43,4 @@ class Routing:
     scaling: float = 1.0
     weighs_inputs: bool = False
     tolerance: float = 0.0
+    corrects_outputs: bool = False

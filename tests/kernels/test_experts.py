@@ -7,6 +7,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     GptOssConfig,
+    Kolibri1Config,
     MixtralConfig,
     OlmoeConfig,
     PhimoeConfig,
@@ -16,6 +17,7 @@ from transformers import (
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
+from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1TopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
@@ -46,6 +48,7 @@ V3 = Routing(
     scaling=2.5,
 )
 NEAR = Routing(num_experts=8, num_chosen=2, scoring=Scoring.NEAR, tolerance=0.4)
+KOLIBRI = Routing(num_experts=8, num_chosen=3, scoring=Scoring.SIGMOID, corrects_outputs=True)
 ROUTINGS = {
     "mixtral": Routing(num_experts=8, num_chosen=2, is_normalised=True),
     "qwen": Routing(num_experts=8, num_chosen=4),
@@ -53,6 +56,7 @@ ROUTINGS = {
     "deepseek-v2": V2_GROUPS,
     "deepseek-v3": V3,
     "phimoe": NEAR,
+    "kolibri": KOLIBRI,
 }
 
 
@@ -104,6 +108,7 @@ ROUTERS = {
         DeepseekV3Config(n_routed_experts=8, n_group=2, topk_group=1, routed_scaling_factor=2.5, **SIZES),
         V3,
     ),
+    "kolibri": (Kolibri1TopKRouter, Kolibri1Config(num_experts=8, **SIZES), KOLIBRI),
     "phimoe": (PhimoeTopKRouter, PhimoeConfig(hidden_size=32, num_local_experts=8, router_jitter_noise=0.2), NEAR),
 }
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from headway_kernels.cpu.adapters import PackedAdapter, addresses_of
 from headway_kernels.cpu.experts import PackedExperts
-from headway_kernels.cpu.feed_forward import DenseFeedForward
+from headway_kernels.cpu.feed_forward import Activation, DenseFeedForward
 from headway_kernels.cpu.latent import PackedLatent
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, address, made, rounded
 from headway_kernels.cpu.recurrence import PackedRecurrence
@@ -104,6 +104,14 @@ class LayerTable:
         )
 
 
+class BeforeHead(NamedTuple):
+    """A product, ``[hidden, hidden]``, an activation and a norm of what that gives."""
+
+    dense: PackedLinear
+    activation: Activation
+    norm: NormWeights
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderShape:
     """Sizes and variants of a model, and its tensors outside of layers.
@@ -118,7 +126,7 @@ class DecoderShape:
     ``gates``, ``qkv`` gives as many gates as queries, last. A rank of several says in ``own`` what it has; its
     heads are counted alone, and its embedding has ``own.hidden_columns``, or is None in a later stage. ``kv_dtype``,
     of keys and values: float32 or bfloat16. ``block_stride``: numbers from a block of a layer to its next one; None: those
-    of a layer. ``inputs``: of each layer's own, or None. With ``norms_values``, a ``qk_norm`` has rows for values, too, last.
+    of a layer. ``before_head``: between the final norm and the head, or None. ``inputs``: of each layer's own, or None. With ``norms_values``, a ``qk_norm`` has rows for values, too, last.
     """
 
     hidden_size: int
@@ -132,6 +140,7 @@ class DecoderShape:
     score_scale: float
     embedding: Tensor | None
     final_norm: NormWeights | None
+    before_head: BeforeHead | None = None
     positions: Tensor | None = None
     score_biases: Tensor | None = None
     biases_distances: bool = False
@@ -223,6 +232,7 @@ class LayerWeights:
     Beside attention, or in its place, there may be a ``recurrence``.
 
     Norms that a model does not have are None; those behind attention and feed-forward are only for a rank that is alone.
+    ``output_norm``: root mean squares of what ``output`` reads, float32, as wide, on the CPU.
     ``qk_norm`` and ``qk_norm_bias`` ``[heads + kv_heads, head_dim]``, float32, contiguous, on the CPU. A token sees ``window`` positions;
     None: all. ``sinks`` ``[heads]``, float32, or None: in each head's softmax a score without a value. ``query_factors``
     ``[context]``, float32, on the CPU, multiply queries by position; None: nothing does. ``heads`` None: as in the shape, and
@@ -237,6 +247,7 @@ class LayerWeights:
     mlp_norm: NormWeights | None
     attention_post_norm: NormWeights | None = None
     mlp_post_norm: NormWeights | None = None
+    output_norm: Tensor | None = None
     qk_norm: Tensor | None
     qk_norm_bias: Tensor | None = None
     rotations: Rotations | None
@@ -297,6 +308,7 @@ class Decoder:
             vocab_size=shape.hidden_size,
             logits_factor=1.0,
             logits_softcap=0.0,
+            before_head=None,
             own=replace(own, logits_start=start),
         )
         mates = None if self._mates is None else self._mates.giving_hidden_states()
@@ -438,6 +450,7 @@ def _laid_out(biases: Tensor, biases_distances: bool) -> Tensor:
 def _shape_struct(
     library: CpuLibrary, shape: DecoderShape, own: OwnColumns, num_layers: int, biases: Tensor | None
 ) -> ShapeStruct:
+    before = shape.before_head
     return ShapeStruct(
         num_layers=num_layers,
         hidden_size=shape.hidden_size,
@@ -478,6 +491,9 @@ def _shape_struct(
         bias_stride=0 if biases is None else biases.shape[1],
         last_distance=0 if biases is None or not shape.biases_distances else biases.shape[1] - _MOST_BEYOND - 1,
         final_norm=_norm_struct(shape.final_norm),
+        before_head=None if before is None else before.dense.handle,
+        head_activation=0 if before is None else before.activation,
+        head_norm=_norm_struct(None if before is None else before.norm),
         inputs=None if shape.inputs is None else ctypes.addressof(shape.inputs.struct),
     )
 
@@ -519,6 +535,8 @@ def _layer_struct(library: CpuLibrary, layer: LayerWeights, heads: LayerHeads) -
         attention_post_norm=_norm_struct(layer.attention_post_norm),
         mlp_norm=_norm_struct(layer.mlp_norm),
         mlp_post_norm=_norm_struct(layer.mlp_post_norm),
+        output_norm=address(layer.output_norm),
+        down_norm=None if dense is None else address(dense.norm),
         qk_norm=address(layer.qk_norm),
         qk_norm_bias=address(layer.qk_norm_bias),
         cosines=None if layer.rotations is None else layer.rotations.cosines.data_ptr(),

@@ -32,6 +32,7 @@ class _RoutingStruct(ctypes.Structure):
         ("weighs_inputs", ctypes.c_int64),
         ("scaling", ctypes.c_float),
         ("tolerance", ctypes.c_float),
+        ("corrects_outputs", ctypes.c_int64),
         ("correction", ctypes.c_void_p),
     )
 
@@ -193,5 +194,6 @@ def _routing_struct(routing: Routing, correction: Tensor | None) -> _RoutingStru
         weighs_inputs=int(routing.weighs_inputs),
         scaling=routing.scaling,
         tolerance=routing.tolerance,
+        corrects_outputs=int(routing.corrects_outputs),
         correction=address(correction),
     )

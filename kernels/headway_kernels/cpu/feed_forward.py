@@ -28,7 +28,8 @@ class Activation(IntEnum):
 
 class DenseFeedForward(NamedTuple):
     """``gate_up`` is packed with ``gated`` where ``activates_in_product``; else it gives gates, then ups, or ups alone.
-    ``curve`` ``[3]``, float32, contiguous, on the CPU: of XIELU, or ``[1]``, of LIMITED_SILU; see ``cpu/rows.h``.
+    ``curve`` ``[3]``, float32, contiguous, on the CPU: of XIELU, or ``[1]``, of LIMITED_SILU; see ``cpu/rows.h``. ``norm``, the
+    same, ``[inner]``: root mean squares of what ``down`` reads; None: there is none.
     """
 
     gate_up: PackedLinear
@@ -36,6 +37,7 @@ class DenseFeedForward(NamedTuple):
     activation: Activation = Activation.SILU
     is_gated: bool = True
     curve: Tensor | None = None
+    norm: Tensor | None = None
 
 
 def activates_in_product(activation: Activation, *, is_gated: bool) -> bool:

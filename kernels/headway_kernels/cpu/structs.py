@@ -70,6 +70,9 @@ class ShapeStruct(ctypes.Structure):
         ("bias_stride", ctypes.c_int64),
         ("last_distance", ctypes.c_int64),
         ("final_norm", NormStruct),
+        ("before_head", ctypes.c_void_p),
+        ("head_activation", ctypes.c_int64),
+        ("head_norm", NormStruct),
         ("inputs", ctypes.c_void_p),
     )
 
@@ -105,6 +108,8 @@ class LayerStruct(ctypes.Structure):
         ("attention_post_norm", NormStruct),
         ("mlp_norm", NormStruct),
         ("mlp_post_norm", NormStruct),
+        ("output_norm", ctypes.c_void_p),
+        ("down_norm", ctypes.c_void_p),
         ("qk_norm", ctypes.c_void_p),
         ("qk_norm_bias", ctypes.c_void_p),
         ("cosines", ctypes.c_void_p),

@@ -21,6 +21,7 @@ ROUTINGS = {
     "all": Routing(num_experts=5, num_chosen=5, is_normalised=True),
     "phimoe": Routing(num_experts=6, num_chosen=2, scoring=Scoring.NEAR, tolerance=0.4),
     "one": Routing(num_experts=7, num_chosen=1),
+    "kolibri": Routing(num_experts=9, num_chosen=3, scoring=Scoring.SIGMOID, corrects_outputs=True),
     "deepseek-v2": Routing(num_experts=20, num_chosen=3, num_groups=4, num_open_groups=2, scaling=1.5),
     "deepseek-v3": Routing(
         num_experts=24,

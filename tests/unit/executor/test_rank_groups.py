@@ -127,12 +127,25 @@ def test_a_group_gives_the_bits_of_one_rank(family, degrees, checkpoints):
         "codegen",
         "xglm",
         "nanochat",
+        "bitnet",
+        "modernbert_decoder-bias",
     ],
 )
 def test_so_does_a_group_of_any_description(family, tmp_path):
     make_checkpoint(tmp_path, family)
     group = InlineGroup(tensor_parallel=2, pipeline_parallel=2)
     assert story(group, tmp_path) == story(TorchBackend(), tmp_path)
+
+
+def test_norms_of_whole_rows_before_projections_have_no_fast_form(tmp_path):
+    make_checkpoint(tmp_path, "bitnet")
+    alone, options = story(TorchBackend(), tmp_path), {"kernels": "eager", "tensor_parallel_form": "exact"}
+    group = story(InlineGroup(tensor_parallel=2), tmp_path, options=options)
+    assert [tokens for tokens, _ in group] == [tokens for tokens, _ in alone]
+    with pytest.raises(
+        BackendConfigError, match="tensor_parallel_form 'fast' is not allowed; the model has norms of whole"
+    ):
+        story(InlineGroup(tensor_parallel=2), tmp_path, options=options | {"tensor_parallel_form": "fast"})
 
 
 @needs_kernels

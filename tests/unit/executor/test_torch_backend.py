@@ -1,6 +1,7 @@
 """The torch backend against transformers: the same tokens, whatever the batch, the chunks and the blocks."""
 
 import random
+from importlib import import_module
 
 import msgspec
 import numpy as np
@@ -8,10 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitNetConfig, BitNetForCausalLM, BitNetQuantConfig, PreTrainedModel
 
 from backend_driver import BackendDriver, Request
-from checkpoints import CONTEXT, FAMILIES, FURTHER, ON_OPERATORS, STATES, VOCAB_SIZE, change_head, make_checkpoint
+from checkpoints import (
+    CONTEXT,
+    FAMILIES,
+    FURTHER,
+    ON_OPERATORS,
+    STATES,
+    VOCAB_SIZE,
+    change_head,
+    make_checkpoint,
+    randomise,
+    small_sizes,
+)
 from decoder_driver import write_checkpoint
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, ModelFilesError, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
@@ -20,7 +32,7 @@ from headway_executor.models.families import read_model_config
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
 from headway_kernels.cpu.library import load_library
 from headway_proto.sampling import SamplingParams
-from quantised_checkpoints import quantise
+from quantised_checkpoints import change_config, quantise
 from step_columns import NO_PAIRS
 
 LENGTHS = (1, 5, 16, 17, 40, 63)
@@ -169,6 +181,17 @@ def test_what_the_kernels_lack_runs_on_torch_operators_after_a_line_in_the_log(t
         open_backend(tmp_path, quantization="int8")
 
 
+def test_a_norm_over_heads_that_the_kernels_pad_runs_on_torch_operators(tmp_path):
+    model = randomise(BitNetForCausalLM(BitNetConfig(**small_sizes(hidden_size=40, num_hidden_layers=1))), "bitnet")
+    model.save_pretrained(tmp_path)
+    warnings = []
+    opened = open_backend(tmp_path, warn=warnings.append)
+    assert [line.split(",")[0] for line in warnings] == ["the CPU kernels lack a norm over heads of 10 channels"]
+    model.generation_config.eos_token_id = None
+    asked = prompts((17,))[0]
+    assert run(opened, asked, 12).output == reference(model, asked, 12)[0]
+
+
 @pytest.mark.parametrize("kind", ["other", "same", "alone", "bare"])
 def test_a_tied_head_that_is_stored_is_what_it_is_to_transformers(tmp_path, kind):
     make_checkpoint(tmp_path, "qwen3-bias")
@@ -236,6 +259,39 @@ def test_torch_operators_say_that_they_widen_quantised_weights(tmp_path):
     for kernels, count in (("compiled", 0), ("eager", 1)):
         open_backend(tmp_path / "model", options={"kernels": kernels}, warn=warnings.append)
         assert sum("(bitsandbytes) are widened to float32" in line for line in warnings) == count
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("autobitlinear", "offline"), ("bitlinear", "offline"), ("autobitlinear", "online")]
+)
+def test_weights_of_three_values_give_the_tokens_of_transformers_products(tmp_path, monkeypatch, kind, mode):
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # Its compiler takes seconds to import.
+    theirs = import_module("transformers.integrations.bitnet")
+    model = make_checkpoint(tmp_path, "bitnet")
+    model.generation_config.eos_token_id = None
+    described = BitNetQuantConfig(linear_class=kind, quantization_mode=mode)
+    tensors, stored = model.state_dict(), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors[name]
+        scale = weight.abs().mean().reshape(1)
+        codes = (weight / scale).round().clamp(-1, 1)
+        packed = theirs.pack_weights(codes.clone())
+        if mode == "offline":
+            stored[name], tensors[name] = packed, packed if kind == "bitlinear" else codes
+            tensors[f"{name}_scale"] = 1 / scale if kind == "bitlinear" else scale
+    theirs.replace_with_bitnet_linear(model, ["lm_head"], described)
+    model.load_state_dict(tensors, assign=True)
+    save_file(tensors | stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    change_config(tmp_path, quantization_config=described.to_dict() | {"quant_method": "bitnet"})
+    expected = [reference(model, prompt) for prompt in prompts(LENGTHS[::2])]
+    for kernels in KERNELS:
+        backend, info = open_backend(tmp_path, options={"kernels": kernels})
+        requests = [Request(prompt, NUM_OUTPUT, GREEDY_WITH_LOGPROBS) for prompt in prompts(LENGTHS[::2])]
+        BackendDriver(backend, info, seed=7).run(requests, budget=16)
+        for asked, (tokens, logprobs) in zip(requests, expected, strict=True):
+            assert asked.output == tokens
+            best = [float(row.max()) for row in logprobs]
+            assert [entry.logprob for entry in asked.logprobs] == pytest.approx(best, abs=1e-2)
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path):

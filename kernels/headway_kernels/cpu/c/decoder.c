@@ -11,7 +11,9 @@
  * products and a norm within a state; gates beside latent attention; two products, a gate and adding of a layer's own
  * inputs. */
 #define PHASES_PER_LAYER (40 + EXPERT_PHASES)
-#define OTHER_PHASES 9 /* embedding, inputs of layers, gathering, a norm, the head's product, scaling logits */
+/* Embedding, inputs of layers, gathering, a norm, a product and a norm before the head, the head's product, scaling
+ * logits. */
+#define OTHER_PHASES 12
 #define MEETINGS_PER_LAYER 6
 #define OTHER_MEETINGS 4 /* start, embedding, after moving rows, logits */
 
@@ -184,15 +186,16 @@ static void run_adding(member *self, pass *now, product of_layer, norm_weights n
 static float factor_behind(const layer_weights *layer) { return layer->input_gate == NULL ? layer->factor : 1.0f; }
 
 /* Products that activate by themselves pack their results at once as the next inputs, unless these must be quantised,
- * which needs whole rows, as adapters do, or other ranks have parts of them. */
+ * which needs whole rows, as adapters and norms do, or other ranks have parts of them. */
 static void run_feed_forward(member *self, pass *now, int64_t num_tokens, const linear *next) {
     const decoder *of = now->of;
     const workspace *space = &of->space;
     const layer_weights *layer = now->layer;
     const rms_norm no_norm = {0};
     const int activates = layer->activation == SILU && layer->is_gated;
-    const int packs =
-        activates && packs_for(layer->gate_up, layer->down) && now->step->shared == NULL && now->step->adapters == NULL;
+    const rms_norm inner = {layer->down_norm, of->shape.norm_eps};
+    const int packs = activates && packs_for(layer->gate_up, layer->down) && inner.weight == NULL &&
+                      now->step->shared == NULL && now->step->adapters == NULL;
     float *out = activates ? of->rows.activations + of->shape.activation_start : space->gate_up;
     const int64_t stride = packs ? layer->down->inputs : activates ? of->strides.activations : of->strides.gate_up;
     const enum epilogue epilogue = packs ? GATED_PACKED : activates ? GATED : STORE;
@@ -208,7 +211,7 @@ static void run_feed_forward(member *self, pass *now, int64_t num_tokens, const 
     }
     meet(self, now, MEET_ACTIVATIONS, num_tokens);
     product down = product_of(&space->products, layer->down, num_tokens, packs ? NULL : of->rows.activations,
-                              of->strides.activations, no_norm, ADD, NULL, 0);
+                              of->strides.activations, inner, ADD, NULL, 0);
     if (packs) down.inputs.tiles = of->rows.activations;
     down.adapters = adapters_of(now, SITE_DOWN);
     run_adding(self, now, down, layer->mlp_post_norm, factor_behind(layer), next);
@@ -290,12 +293,12 @@ static void meet_experts(member *self, void *context, int64_t num_tokens) {
 }
 
 /* A product behind attention, or behind a state. */
-static void run_output(member *self, pass *now, const linear *with, enum site site, float *results, int64_t num_tokens,
-                       const linear *next) {
+static void run_output(member *self, pass *now, const linear *with, enum site site, float *results, const float *norm,
+                       int64_t num_tokens, const linear *next) {
     const decoder *of = now->of;
-    const rms_norm no_norm = {0};
+    const rms_norm before = {norm, of->shape.norm_eps};
     product output =
-        product_of(&of->space.products, with, num_tokens, results, of->strides.attended, no_norm, ADD, NULL, 0);
+        product_of(&of->space.products, with, num_tokens, results, of->strides.attended, before, ADD, NULL, 0);
     output.adapters = adapters_of(now, site);
     run_adding(self, now, output, now->layer->attention_post_norm, 1.0f, next);
 }
@@ -333,10 +336,10 @@ static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const
     const layer_weights *layer = now->layer;
     const linear *behind = layer->experts == NULL ? layer->gate_up : layer->experts->router;
     if (attends(layer))
-        run_output(self, now, layer->output, SITE_OUTPUT, of->rows.attended, num_tokens,
+        run_output(self, now, layer->output, SITE_OUTPUT, of->rows.attended, layer->output_norm, num_tokens,
                    layer->recurrence == NULL ? behind : layer->state_output);
     if (layer->recurrence != NULL)
-        run_output(self, now, layer->state_output, SITE_STATE_OUTPUT, results_of_state(now), num_tokens, behind);
+        run_output(self, now, layer->state_output, SITE_STATE_OUTPUT, results_of_state(now), NULL, num_tokens, behind);
     if (layer->experts != NULL)
         run_layer_experts(self, now, num_tokens);
     else if (behind != NULL)
@@ -433,6 +436,36 @@ static void run_attention(member *self, pass *now) {
     if (now->num_attending > 0) meet(self, now, MEET_ATTENDED, now->step->num_tokens);
 }
 
+static void before_head_task(void *work, int64_t row) {
+    const pass *now = work;
+    const decoder *of = now->of;
+    const decoder_shape *shape = &of->shape;
+    float *made = of->space.gate_up + row * of->strides.gate_up;
+    activate_row((enum activation)shape->head_activation, 0, NULL, made, shape->hidden_size, made);
+    normalise_row((enum norm_kind)shape->norm_kind, shape->head_norm, shape->norm_eps, made, shape->hidden_size, made);
+}
+
+/* From the hidden state of sampled tokens to logits. */
+static void run_logits(member *self, pass *now, int64_t num_sampled) {
+    const decoder *of = now->of;
+    const decoder_shape *shape = &of->shape;
+    const rms_norm no_norm = {0};
+    float *logits = now->step->logits + shape->logits_start;
+    const int64_t stride = padded_outputs(shape->vocab_size);
+    if (shape->before_head == NULL) {
+        product head = product_behind(self, now, shape->final_norm, of->head, num_sampled, STORE, logits, stride);
+        run_product(self, &head, NULL);
+        return;
+    }
+    product before = product_behind(self, now, shape->final_norm, shape->before_head, num_sampled, STORE,
+                                    of->space.gate_up, of->strides.gate_up);
+    run_product(self, &before, of->head);
+    team_phase(self, before_head_task, now, num_sampled);
+    product head = product_of(&of->space.products, of->head, num_sampled, of->space.gate_up, of->strides.gate_up,
+                              no_norm, STORE, logits, stride);
+    run_product(self, &head, NULL);
+}
+
 /* The last layer: tokens that are not sampled need only keys and values. */
 static void run_last_layer(member *self, pass *now) {
     const decoder *of = now->of;
@@ -444,9 +477,7 @@ static void run_last_layer(member *self, pass *now) {
     team_phase(self, gather_task, now, of->shape.is_parallel ? 3 : mixes(now->layer) ? 2 : 1);
     meet(self, now, MEET_MOVED, num_sampled);
     run_rest_of_layer(self, now, num_sampled, of->head);
-    product head = product_behind(self, now, of->shape.final_norm, of->head, num_sampled, STORE,
-                                  now->step->logits + of->shape.logits_start, padded_outputs(of->shape.vocab_size));
-    run_product(self, &head, NULL);
+    run_logits(self, now, num_sampled);
     if (of->shape.logits_factor != 1.0f || of->shape.logits_softcap > 0.0f) {
         row_phase phase = {.now = now};
         team_phase(self, scale_task, &phase, num_sampled);
@@ -536,6 +567,7 @@ decoder *headway_decoder_new(const decoder_shape *shape, const layer_weights *la
         .activations = round_up(shape->intermediate_size, PANEL),
         .packed_activations = shape->intermediate_size,
     };
+    if (shape->before_head != NULL) made->strides.gate_up = made->strides.hidden;
     made->layers = malloc((size_t)shape->num_layers * sizeof *made->layers);
     made->attentions = malloc((size_t)shape->num_layers * sizeof *made->attentions);
     if (made->layers == NULL || made->attentions == NULL) {

@@ -77,6 +77,9 @@ typedef struct {
     int64_t bias_stride;
     int64_t last_distance;
     norm_weights final_norm;
+    linear *before_head; /* [hidden, hidden], then an activation and a norm, behind `final_norm`; or NULL */
+    int64_t head_activation;
+    norm_weights head_norm;
     const layer_inputs *inputs; /* or NULL */
 } decoder_shape;
 
@@ -127,6 +130,7 @@ typedef struct {
 } layer_heads;
 
 /* One layer. Norms [hidden] or none; those behind attention and feed-forward need all columns of a rank that is alone.
+ * `output_norm` and `down_norm`: root mean squares of what `output` and `down` read, as wide, or NULL.
  * `qk_norm` and its bias [heads + kv_heads, true_head_dim] or NULL. `cosines` and `sines` [context, true_head_dim / 2],
  * or NULL: no rotation. `qkv` and `output` are of attention, those of a state of its `recurrence`: a layer may have
  * either, both or none. One without `gate_up` and `experts` has no feed-forward. `query_factors` [context], or NULL:
@@ -147,6 +151,8 @@ typedef struct {
     norm_weights attention_post_norm;
     norm_weights mlp_norm;
     norm_weights mlp_post_norm;
+    const float *output_norm;
+    const float *down_norm;
     const float *qk_norm;
     const float *qk_norm_bias;
     const float *cosines;

@@ -106,14 +106,18 @@ static void close_groups(const routing *by, float *scores) {
     }
 }
 
+static void correct(const routing *by, const float *scores, float *corrected) {
+    for (int64_t i = 0; i < by->num_experts; i++)
+        corrected[i] = scores[i] + (by->correction == NULL ? 0.0f : by->correction[i]);
+}
+
 /* `chosen` ascending, and their weights. */
 static void choose_experts(const routing *by, float *scores, int32_t *chosen, float *weights) {
     float corrected[MOST_EXPERTS];
     char taken[MOST_EXPERTS] = {0};
+    if (by->corrects_outputs) correct(by, scores, corrected);
     make_scores(by, scores);
-    for (int64_t i = 0; i < by->num_experts; i++) {
-        corrected[i] = scores[i] + (by->correction == NULL ? 0.0f : by->correction[i]);
-    }
+    if (!by->corrects_outputs) correct(by, scores, corrected);
     if (by->num_groups > 1) close_groups(by, corrected);
     take_best(corrected, taken, by->num_experts, by->num_chosen);
     float sum = 0.0f;

@@ -20,12 +20,13 @@
 enum scoring { SCORE_SOFTMAX, SCORE_SIGMOID, SCORE_NEAR };
 
 /* How a token's scores choose. Each expert's score is a softmax over all, or a sigmoid. `correction` ([num_experts] or
- * NULL) is added to choose, but not to weigh. With several groups of equal size, a group's score is the sum of its
- * `scores_per_group` largest, and only the best `num_open_groups` take part (DeepSeek-AI 2024, arXiv 2405.04434 and
- * 2412.19437). A chosen expert's weight is its score, of all chosen ones if `is_normalised`, times `scaling`. It
- * multiplies what the expert gives, or with `weighs_inputs` what it gets (Llama 4). SCORE_NEAR: the best expert's score
- * is its share of a softmax over those whose outputs are near its own, by `tolerance` of the larger one; the next
- * best's the same of those that are left, and so on (Liu et al. 2024, arXiv 2409.12136). */
+ * NULL) is added to choose, but not to weigh: to scores, or if it `corrects_outputs` to the router's. With several
+ * groups of equal size, a group's score is the sum of its `scores_per_group` largest, and only the best
+ * `num_open_groups` take part (DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437). A chosen expert's weight is its
+ * score, of all chosen ones if `is_normalised`, times `scaling`. It multiplies what the expert gives, or with
+ * `weighs_inputs` what it gets (Llama 4). SCORE_NEAR: the best expert's score is its share of a softmax over those
+ * whose outputs are near its own, by `tolerance` of the larger one; the next best's the same of those that are left,
+ * and so on (Liu et al. 2024, arXiv 2409.12136). */
 typedef struct {
     int64_t num_experts;
     int64_t num_chosen;
@@ -37,6 +38,7 @@ typedef struct {
     int64_t weighs_inputs;
     float scaling;
     float tolerance;
+    int64_t corrects_outputs;
     const float *correction;
 } routing;
 

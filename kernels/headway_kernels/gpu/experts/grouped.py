@@ -104,6 +104,7 @@ def choice_constants(routing: Routing, *, has_correction: bool) -> dict[str, int
         "TOLERANCE": routing.tolerance,
         "NORMALISED": routing.is_normalised,
         "HAS_CORRECTION": has_correction,
+        "CORRECTS_OUTPUTS": routing.corrects_outputs,
     }
 
 

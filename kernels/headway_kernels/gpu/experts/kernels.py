@@ -34,6 +34,7 @@ def choose_kernel(
     TOLERANCE: tl.constexpr,
     NORMALISED: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
+    CORRECTS_OUTPUTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program chooses for a token. Experts lie ``[groups, size]``; row after row is their order."""
@@ -55,6 +56,8 @@ def choose_kernel(
         powers = tl.where(exists, tl.exp(logit - _largest(logit)), 0.0)
         scores = powers / tl.sum(tl.sum(powers, 1), 0)
     ranked = scores
+    if CORRECTS_OUTPUTS:
+        ranked = logit
     if HAS_CORRECTION:
         ranked += tl.load(correction + expert, mask=exists, other=0.0)
     ranked = tl.where(exists, ranked, _GONE)

@@ -146,6 +146,7 @@ def load(
             places=layout.places,
             stage=stage,
             adapters=beside,
+            rounds_inputs=option_of(config, TORCH, "activations") != "exact",
         )
         states = places.states()
         pool = places.pool(layout, states)

@@ -39,6 +39,9 @@ def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> 
     widest = max(attention.head_dim for attention in config.attentions)
     if widest > library.max_head_dim:
         return f"heads of {widest} channels"
+    padded = [attention.head_dim for attention in config.attentions if attention.head_dim % library.lanes]
+    if padded and config.names.output_norm is not None:
+        return f"a norm over heads of {padded[0]} channels"
     if any(recurrence.taps > MOST_TAPS for recurrence in config.recurrences(range(config.num_layers))):
         return f"convolutions of more than {MOST_TAPS} tokens"
     every = frozenset(Feature) - {Feature.LATENT_EXPERTS, Feature.STATES, Feature.SPARSITY}

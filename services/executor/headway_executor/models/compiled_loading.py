@@ -127,6 +127,7 @@ def _shape_of(
         embedding=embedding,
         positions=loader.positions(max_model_len) if part.place.is_first_stage else None,
         final_norm=loader.final_norm(),
+        before_head=loader.before_head() if part.place.is_last_stage and config.has_head else None,
         norm_kind=NormKind.RMS if config.norm.kind == "rms" else NormKind.LAYER,
         is_parallel=config.is_parallel,
         norms_sums=config.norms_sums,

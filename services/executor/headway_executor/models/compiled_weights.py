@@ -27,6 +27,7 @@ from headway_executor.models.part import ModelPart
 from headway_executor.models.rope import query_factors, table_of
 from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_8_bits
 from headway_kernels.cpu.decoder import (
+    BeforeHead,
     LayerHeads,
     LayerInput,
     LayerTable,
@@ -116,6 +117,14 @@ class WeightLoader:
         """Return the head, packed."""
         return self.projection(lambda read: (read.head(), read.head_bias()))
 
+    def before_head(self) -> BeforeHead | None:
+        """Return what stands between the final norm and the head, if anything does."""
+        config, before = self._config.before_head, self._tensors.before_head()
+        if config is None or before is None:
+            return None
+        weight, bias, norm = before
+        return BeforeHead(self._linear(weight, bias), ACTIVATIONS[config.activation], _norm(norm))
+
     def final_norm(self) -> NormWeights | None:
         """Return the norm before the head, if there is one."""
         norm = self._tensors.final_norm()
@@ -130,6 +139,7 @@ class WeightLoader:
         qkv, output = self._attention(index) if layer.attends else (None, None)
         norms = [None if norm is None else _norm(norm) for norm in tensors.norms_of_layer(index)]
         attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = norms
+        output_norm = tensors.norm(index, self._config.names.output_norm) if layer.attends else None
         return LayerWeights(
             qkv=qkv,
             output=output,
@@ -139,6 +149,7 @@ class WeightLoader:
             attention_post_norm=attention_post_norm,
             mlp_norm=mlp_norm,
             mlp_post_norm=mlp_post_norm,
+            output_norm=None if output_norm is None else _float32(output_norm.weight),
             qk_norm=None if qk_norm is None else _float32(qk_norm),
             qk_norm_bias=None if qk_norm_bias is None else _float32(qk_norm_bias),
             rotations=None if rotary is None else self._rotations[rotary],
@@ -255,7 +266,9 @@ class WeightLoader:
         gate_up = self._linear(*parts, gated=in_product)
         down = self.projection(lambda read: read.down(index))
         curve = torch.tensor([feed.limit]) if feed.activation == "limited_silu" else self._tensors.curve(index)
-        return DenseFeedForward(gate_up, down, activation, feed.is_gated, curve)
+        norm = self._tensors.norm(index, self._config.names.down_norm)
+        inner_norm = None if norm is None else _float32(norm.weight)
+        return DenseFeedForward(gate_up, down, activation, feed.is_gated, curve, inner_norm)
 
     def _experts(self, index: int, feed: FeedForwardConfig, config: ExpertsConfig) -> PackedExperts:
         """Experts are packed one by one: their weights are many times those of a dense layer."""

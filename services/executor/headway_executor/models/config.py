@@ -254,6 +254,15 @@ class StatesConfig(msgspec.Struct, frozen=True, kw_only=True):
     scales_output: bool = True
 
 
+class BeforeHead(msgspec.Struct, frozen=True, kw_only=True):
+    """A product, an activation, and a norm of what that gives: between the final norm and the head."""
+
+    activation: Activation
+    has_bias: bool
+    dense: str
+    norm: str
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only model.
 
@@ -280,6 +289,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     multipliers: Multipliers = Multipliers()
     layer_inputs: LayerInputs | None = None
     states: StatesConfig | None = None
+    before_head: BeforeHead | None = None
     names: TensorNames = TensorNames()
     tie_word_embeddings: bool
     has_head: bool = True
@@ -361,7 +371,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         names, layer = self.names, self.layers[index]
         if layer.recurrence is not None and names.state_norms is not None:
             return names.state_norms
-        before = (names.attention_norm, names.attention_post_norm) if layer.mixes else (None, None)
+        first = None if names.lacks_first_norm and index == 0 else names.attention_norm
+        before = (first, names.attention_post_norm) if layer.mixes else (None, None)
         post = None if names.has_norms_of_next and index == self.num_layers - 1 else names.mlp_post_norm
         behind = (names.mlp_norm, post) if layer.has_feed_forward else (None, None)
         return LayerNormNames(attention=before[0], attention_post=before[1], mlp=behind[0], mlp_post=behind[1])

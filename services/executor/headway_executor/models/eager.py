@@ -21,8 +21,10 @@ from headway_executor.models.alibi import ScoreBiases, score_biases
 from headway_executor.models.altup import States
 from headway_executor.models.altup_loading import alternating_layer, states_at_ends
 from headway_executor.models.attention import AttentionPlan, AttentionShape, OrderedRows
+from headway_executor.models.coded_tensors import CodedTensors, Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RecurrenceConfig
 from headway_executor.models.decoder import (
+    ACTIVATIONS,
     Attention,
     Beside,
     Decoder,
@@ -46,7 +48,7 @@ from headway_executor.models.forward import StepRows
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.latent import InTurn, LatentQkv
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
-from headway_executor.models.linear import GatheredLinear, Linear, SummedLinear, placed
+from headway_executor.models.linear import GatheredLinear, Linear, RoundingLinear, SummedLinear, placed
 from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.part import whole
 from headway_executor.models.recurrence import Recurrence, RowStates, StateSpan, spans_of
@@ -162,9 +164,15 @@ def load_eager(
     places: Sequence[KvPlace | None],
     stage: Stage | None = None,
     adapters: StepAdapters | None = None,
+    rounds_inputs: bool = True,
 ) -> tuple[Decoder, Embedding | None]:
-    """Load a checked checkpoint, or a stage's part of it; return the layers and the embedding. ``places``: see ``KvLayout``."""
-    loader = _Loader(config, checkpoint, stage or Stage(whole(config)), dtype, device, adapters, max_model_len, places)
+    """Load a checked checkpoint, or a stage's part of it; return the layers and the embedding. ``places``: see ``KvLayout``.
+
+    ``rounds_inputs``: of dense products, where the checkpoint asks for rounding whole rows.
+    """
+    stage = stage or Stage(whole(config))
+    loader = _Loader(config, checkpoint, stage, dtype, device, adapters, max_model_len, places)
+    loader.rounds_inputs = rounds_inputs
     part, tensors = loader.part, loader.tensors
     biases, final_norm = score_biases(config.attention, max_model_len), tensors.final_norm()
     decoder = Decoder(
@@ -202,6 +210,10 @@ class _Loader:
         self._adapters = adapters
         self.part = stage.part
         self.tensors = ModelTensors(config, checkpoint, interleaved, part=stage.part)
+        self.rounds_inputs = True
+        self._coded = CodedTensors(
+            checkpoint, lambda source: ModelTensors(config, source, interleaved, part=stage.part)
+        )
 
     def layer(self, place: int, index: int) -> Layer:
         """Layer ``index`` of the model, ``place`` of the stage."""
@@ -288,7 +300,11 @@ class _Loader:
         num_rotated = num_heads + (0 if is_reading else num_kv_heads)
         has_values = attention.norms_values and not is_reading
         growth = layer.query_growth
-        output = tensors.wide_output(index) if latent is None else (latent.output(), None)
+        if latent is not None or attention.value_dim:  # Groups of inputs cannot be padded.
+            padded = tensors.wide_output(index) if latent is None else (latent.output(), None)
+            output = self._adapted(self._linear(*padded), place, AdapterSite.OUTPUT)
+        else:
+            output = self._product(lambda read: read.output(index), place, AdapterSite.OUTPUT)
         return Attention(
             shape=AttentionShape(
                 num_heads,
@@ -300,7 +316,7 @@ class _Loader:
             ),
             place=kv_place,
             is_reading=is_reading,
-            qkv=self._adapted(self._linear(*tensors.qkv(index)), place, AdapterSite.QKV)
+            qkv=self._product(lambda read: read.qkv(index), place, AdapterSite.QKV)
             if latent is None
             else self._latent_qkv(place, latent),
             num_normed=num_rotated + num_kv_heads * has_values,
@@ -310,7 +326,7 @@ class _Loader:
             rope=config.rotary(index),
             growth=None if growth is None else self._growth(growth),
             output=self._back(
-                self._adapted(self._linear(*output), place, AdapterSite.OUTPUT),
+                self._normed(index, config.names.output_norm, output),
                 self.part.attended(attention.num_heads, attention.head_dim),
             ),
             window=layer.window,
@@ -357,9 +373,14 @@ class _Loader:
 
     def head(self) -> Product:
         """The product that gives the logits."""
-        return GatheredLinear(
+        head = GatheredLinear(
             self._linear(self.tensors.head(), self.tensors.head_bias()), self._mates, outputs=self.part.vocab
         )
+        before, config = self.tensors.before_head(), self._config.before_head
+        if before is None or config is None:
+            return head
+        weight, bias, norm = before
+        return InTurn((self._linear(weight, bias), ACTIVATIONS[config.activation], self.norm(norm), head))
 
     def _latent_qkv(self, place: int, latent: LatentTensors) -> LatentQkv:
         config, query, gates = self._config.attention.latent, latent.query(), latent.gates()
@@ -390,11 +411,12 @@ class _Loader:
         inner, curve = self.part.inner(feed.intermediate_size), self.tensors.curve(index)
         if feed.experts is not None:
             return self._experts(place, self.tensors.experts(index), feed, feed.experts)
+        down = self._product(lambda read: read.down(index), place, AdapterSite.DOWN)
         return FeedForward(
-            up=self._adapted(self._linear(*self.tensors.gate_up(index)), place, AdapterSite.GATE_UP),
+            up=self._product(lambda read: read.gate_up(index), place, AdapterSite.GATE_UP),
             activation=feed.activation,
             is_gated=feed.is_gated,
-            down=self._back(self._adapted(self._linear(*self.tensors.down(index)), place, AdapterSite.DOWN), inner),
+            down=self._back(self._normed(index, self._config.names.down_norm, down), inner),
             curve=None if curve is None else placed(curve, self._dtype, self._device),
             limit=feed.limit,
             sparsity=feed.sparsity,
@@ -484,6 +506,21 @@ class _Loader:
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return Linear(weight, bias, dtype=self._dtype, device=self._device)
+
+    def _product(self, read: Projection, place: int, site: AdapterSite) -> Product:
+        """A dense product of a layer."""
+        # Some inputs do not tell how whole rows are rounded.
+        coded = None if self.part.is_fast else self._coded.read(read)
+        if coded is None:
+            return self._adapted(self._linear(*read(self.tensors)), place, site)
+        weight, bias = coded
+        made = self._linear(weight.float(), bias)
+        return self._adapted(RoundingLinear(made) if self.rounds_inputs and weight.is_for_int8 else made, place, site)
+
+    def _normed(self, index: int, name: str | None, product: Product) -> Product:
+        """A product behind the norm of that ``name`` in a layer, if there is one."""
+        norm = self.tensors.norm(index, name)
+        return product if norm is None else InTurn((self.norm(norm), product))
 
     def _adapted(self, product: Product, place: int, site: AdapterSite, number: int | None = None) -> Product:
         return product if self._adapters is None else AdaptedProduct(product, self._adapters, place, site, number)

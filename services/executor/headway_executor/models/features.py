@@ -20,6 +20,7 @@ class Feature(StrEnum):
     POST_NORM = "norms behind attention and feed-forward"
     PARALLEL = "attention beside the feed-forward"
     NORM_OVER_HEADS = "a norm over all heads"
+    INNER_NORM = "norms before the projections behind attention and within the feed-forward"
     HEAD_LAYER_NORM = "layer norms of heads"
     SCORE_SOFTCAP = "a soft cap on attention scores"
     UNGATED = "a feed-forward without a gate"
@@ -49,6 +50,7 @@ class Feature(StrEnum):
     VALUE_NORM = "norms of values"
     NARROW_VALUES = "values with fewer channels than keys"
     LAYER_FACTOR = "a factor behind each layer"
+    BEFORE_HEAD = "a product and a norm before the head"
     STATES = "several hidden states of a token (AltUp)"
     SPARSITY = "sparse activations"
     LAYER_INPUTS = "inputs of each layer's own"
@@ -93,6 +95,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.PARALLEL: config.is_parallel,
         Feature.NORM_OVER_HEADS: attention.qk_norm == "all",
         Feature.HEAD_LAYER_NORM: attention.qk_norm == "layer",
+        Feature.INNER_NORM: names.output_norm is not None or names.down_norm is not None,
         Feature.SCORE_SOFTCAP: attention.softcap is not None,
         Feature.UNGATED: any(not feed.is_gated for feed in feeds),
         Feature.OTHER_ACTIVATION: any(feed.activation != "silu" for feed in feeds),
@@ -121,6 +124,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.VALUE_NORM: any(attention.norms_values for attention in config.attentions),
         Feature.NARROW_VALUES: any(attention.value_dim > 0 for attention in config.attentions),
         Feature.LAYER_FACTOR: names.layer_factor is not None,
+        Feature.BEFORE_HEAD: config.before_head is not None and config.has_head,
         Feature.STATES: config.states is not None,
         Feature.SPARSITY: any(feed.sparsity > 0 for feed in feeds),
         Feature.LAYER_INPUTS: config.layer_inputs is not None,

@@ -11,6 +11,10 @@ from torch.nn import functional
 
 from headway_executor.ranks.stage_mates import ColumnMates, Cut
 
+_MOST_OF_8_BITS = 127.0
+_LEAST = 1e-30
+"""Of what is rounded: a row of zeros has a scale, too."""
+
 
 class Linear:
     """``weight`` ``[out, in]``, ``bias`` ``[out]`` or None; both are copied."""
@@ -22,6 +26,19 @@ class Linear:
     def __call__(self, inputs: Tensor) -> Tensor:
         """``[tokens, in] -> [tokens, out]``, a new tensor."""
         return functional.linear(inputs, self._weight, self._bias)
+
+
+class RoundingLinear:
+    """Of ``own``, with each row of inputs rounded to integers of 8 bits with one scale."""
+
+    def __init__(self, own: Callable[[Tensor], Tensor]) -> None:
+        self._own = own
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """See ``Linear``."""
+        wide = inputs.float()
+        factors = _MOST_OF_8_BITS / wide.abs().amax(-1, keepdim=True).clamp_(min=_LEAST)
+        return self._own((wide * factors).round_().div_(factors).to(inputs.dtype))
 
 
 class GatheredLinear:

@@ -126,6 +126,14 @@ class ModelTensors:
         """``[own_vocab]``, or None."""
         return self._read_named(bias_of(self._head), self._part.own_vocab) if self._config.has_head_bias else None
 
+    def before_head(self) -> tuple[Tensor, Tensor | None, NormTensors] | None:
+        """``[hidden, hidden]``, a bias, and the norm behind it; or None."""
+        before = self._config.before_head
+        if before is None:
+            return None
+        bias = self._read_named(f"{before.dense}.bias") if before.has_bias else None
+        return self._read_named(f"{before.dense}.weight"), bias, self._norm(before.norm)
+
     def final_norm(self) -> NormTensors | None:
         """The norm before the head, or None."""
         return None if self._names.final_norm is None else self._norm(self._names.final_norm)

@@ -93,6 +93,11 @@ def part_of(
     """
     _check(config, place)
     degree = place.tensor_parallel
+    if degree > 1 and is_fast and (config.names.output_norm or config.names.down_norm):
+        raise BackendConfigError(
+            "tensor_parallel_form 'fast' is not allowed; the model has norms of whole rows before projections that it cuts by "
+            "their inputs, so allowed: exact"
+        )
     first_kv = place.tensor_rank * config.num_kv_heads // degree
     return ModelPart(
         place=place,

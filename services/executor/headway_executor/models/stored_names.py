@@ -108,7 +108,9 @@ def named_as_stored(config: ModelConfig, stored: StoredSource) -> ModelConfig:
     decoder = config.names.embedding.partition(".")[0] + "."
     bare = _renamed(config.names, lambda name: name.removeprefix(decoder))
     if not config.names.is_part and config.names.embedding not in stored and bare.embedding in stored:
-        has_head = config.tie_word_embeddings or any(name in stored for name in bare.heads)
+        before = config.before_head
+        is_whole = before is None or f"{before.dense}.weight" in stored
+        has_head = is_whole and (config.tie_word_embeddings or any(name in stored for name in bare.heads))
         is_tied = config.tie_word_embeddings or not has_head
         config = _with_names(config, bare, lambda name: name.removeprefix(decoder))
         config = msgspec.structs.replace(config, has_head=has_head, tie_word_embeddings=is_tied)

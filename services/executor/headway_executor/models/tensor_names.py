@@ -84,7 +84,8 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names in the checkpoint; those below ``layer`` follow its prefix.
 
     Norms, attention sinks, a table of ``positions``, ``projections`` and the ``layer_factor``, a number that multiplies the hidden
-    state behind a layer, do not exist without a name. ``qkv`` and ``gate_up``
+    state behind a layer, do not exist without a name. ``output_norm`` is over all heads, before the projection ``output``;
+    ``down_norm`` before that of a dense feed-forward. ``qkv`` and ``gate_up``
     name one tensor each, or one for all: part after part, key-value head after key-value head, each behind its queries
     (``is_fused_by_head``), or in so many ``blocks`` of heads, each queries, values, keys. With ``has_inputs_first``,
     projections of layers are ``[inputs, outputs]``. ``projections`` lead from embeddings to the first layer, and from the
@@ -96,7 +97,8 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     ``layer`` as modules of transformers have them, and as they are here; the first that fits counts. A dense feed-forward may
     be stored where experts are, behind ``other_feed_forward`` in place of what is before the last dot. With
     ``has_norms_of_next``, the norm behind a feed-forward is in the layer after it, and the last layer has none. With
-    ``has_ups_first``, the one tensor of gates and ups begins with ups.
+    ``has_ups_first``, the one tensor of gates and ups begins with ups. With
+    ``lacks_first_norm``, the first layer has none before attention.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -116,8 +118,10 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     ignored_layers: int = 0
     ignored_prefixes: tuple[str, ...] = ()
     output: str = "self_attn.o_proj"
+    output_norm: str | None = None
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    down_norm: str | None = None
     curve: str = "mlp.act_fn"
     attention_norm: str | None = "input_layernorm"
     attention_post_norm: str | None = None
@@ -129,6 +133,7 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     other_feed_forward: str | None = None
     has_norms_of_next: bool = False
     has_ups_first: bool = False
+    lacks_first_norm: bool = False
     layer_factor: str | None = None
     ignored: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     is_part: bool = False

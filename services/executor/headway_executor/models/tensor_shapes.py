@@ -41,13 +41,22 @@ def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[s
     if names.projections is not None:
         first, last = names.projections
         expected |= {f"{first}.weight": (config.hidden_size, width), f"{last}.weight": (width, config.hidden_size)}
-    expected |= dict(layer_input_shapes(config)) | dict(state_shapes(config))
+    expected |= dict(layer_input_shapes(config)) | dict(state_shapes(config)) | dict(_before_head(config))
     if config.has_head_bias:
         expected[bias_of(pair[1])] = (config.vocab_size,)
     for index in range(config.num_layers):
         prefix = names.layer.format(index)
         expected |= {prefix + name: shape for name, shape in _layer_tensors(config, index)}
     return expected
+
+
+def _before_head(config: ModelConfig) -> _Shapes:
+    if config.before_head is None or not config.has_head:
+        return
+    yield f"{config.before_head.dense}.weight", (config.hidden_size, config.hidden_size)
+    if config.before_head.has_bias:
+        yield f"{config.before_head.dense}.bias", (config.hidden_size,)
+    yield from _norm_tensors(config, config.before_head.norm)
 
 
 def ignored_tensors(config: ModelConfig) -> frozenset[str]:
@@ -104,6 +113,8 @@ def _attention_tensors(config: ModelConfig, index: int) -> _Shapes:
         yield from _projections(names, modules, config.hidden_size, widths, attention.qkv_bias)
         width = attention.num_heads * attention.stored_value_dim
         yield from _projections(names, (names.output,), width, (config.hidden_size,), attention.output_bias)
+        if names.output_norm is not None:
+            yield from _norm_tensors(config, names.output_norm, width)
     if names.sinks is not None and attention.has_sinks:
         yield names.sinks, (attention.num_heads,)
     by_head = attention.qk_norm == "head"
@@ -137,6 +148,8 @@ def _feed_forward_tensors(config: ModelConfig, feed: FeedForwardConfig) -> _Shap
     widths = (inner, inner) if feed.is_gated else (inner,)
     yield from _projections(names, names.gate_up, config.hidden_size, widths, feed.has_bias)
     yield from _projections(names, (names.down,), inner, (config.hidden_size,), feed.has_bias)
+    if names.down_norm is not None:
+        yield from _norm_tensors(config, names.down_norm, inner)
     if feed.activation == "xielu":
         yield from ((f"{names.curve}.{name}", shape) for name, shape in CURVE.items())
 
@@ -155,10 +168,11 @@ def _projections(
             yield f"{name}.bias", (width,)
 
 
-def _norm_tensors(config: ModelConfig, name: str) -> _Shapes:
+def _norm_tensors(config: ModelConfig, name: str, width: int = 0) -> _Shapes:
+    """Of the hidden state, unless there is a ``width``."""
     for kind, is_there in (("weight", config.norm.has_weight), ("bias", config.norm.has_bias)):
         if is_there:
-            yield f"{name}.{kind}", (config.hidden_size,)
+            yield f"{name}.{kind}", (width or config.hidden_size,)
 
 
 def qkv_widths(config: ModelConfig, index: int) -> tuple[int, ...]:

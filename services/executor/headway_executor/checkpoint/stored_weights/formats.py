@@ -9,6 +9,7 @@ from pathlib import Path
 from headway_executor.checkpoint.fields import CONFIG_FILE, TEXT_CONFIG, ConfigFields, read_json_object
 from headway_executor.checkpoint.stored_weights.auto_round import auto_round_of
 from headway_executor.checkpoint.stored_weights.awq import awq_of
+from headway_executor.checkpoint.stored_weights.bitnet import bitnet_of
 from headway_executor.checkpoint.stored_weights.bitsandbytes import bitsandbytes_of
 from headway_executor.checkpoint.stored_weights.compressed_tensors import compressed_tensors_of
 from headway_executor.checkpoint.stored_weights.float4 import MXFP4
@@ -23,6 +24,7 @@ from headway_executor.checkpoint.stored_weights.scheme import WeightScheme
 _FORMATS: dict[str, Callable[[ConfigFields], WeightScheme]] = {
     "auto-round": auto_round_of,
     "awq": awq_of,
+    "bitnet": bitnet_of,
     "bitsandbytes": bitsandbytes_of,
     "compressed-tensors": compressed_tensors_of,
     "fbgemm_fp8": lambda _: Float8("fbgemm_fp8"),

@@ -21,6 +21,7 @@ from headway_executor.models.families.apertus import read_apertus
 from headway_executor.models.families.bamba import read_bamba
 from headway_executor.models.families.bert import ENCODERS, PAIRS_HEAD, RERANKERS
 from headway_executor.models.families.biogpt import read_biogpt, read_xglm
+from headway_executor.models.families.bitnet import read_bitnet
 from headway_executor.models.families.bloom import read_bloom
 from headway_executor.models.families.cohere import read_cohere, read_cohere2, read_cohere2_moe
 from headway_executor.models.families.dbrx import read_dbrx
@@ -53,6 +54,7 @@ from headway_executor.models.families.granite_swa import read_granite_moe_swa, r
 from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe, read_hunyuan_v3
 from headway_executor.models.families.jamba import read_jamba
 from headway_executor.models.families.kimi_linear import read_bailing_hybrid, read_kimi_linear
+from headway_executor.models.families.kolibri import read_kolibri1
 from headway_executor.models.families.laguna import read_laguna
 from headway_executor.models.families.lfm2 import read_lfm2, read_lfm2_moe, read_lfm3
 from headway_executor.models.families.llama import (
@@ -80,6 +82,7 @@ from headway_executor.models.families.mixtures import (
     read_qwen2_moe,
     read_qwen3_moe,
 )
+from headway_executor.models.families.modernbert_decoder import read_modernbert_decoder
 from headway_executor.models.families.molmo import read_molmo2
 from headway_executor.models.families.mpt import read_mpt
 from headway_executor.models.families.nanochat import read_nanochat
@@ -111,6 +114,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "ApertusForCausalLM": read_apertus,
     "ArceeForCausalLM": read_arcee,
     "BioGptForCausalLM": read_biogpt,
+    "BitNetForCausalLM": read_bitnet,
     "BloomForCausalLM": read_bloom,
     "CodeGenForCausalLM": read_codegen,
     "BailingHybridForCausalLM": read_bailing_hybrid,
@@ -164,6 +168,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "LagunaForCausalLM": read_laguna,
     "JambaForCausalLM": read_jamba,
     "KimiLinearForCausalLM": read_kimi_linear,
+    "Kolibri1ForCausalLM": read_kolibri1,
     "Lfm2ForCausalLM": read_lfm2,
     "Lfm2MoeForCausalLM": read_lfm2_moe,
     "Lfm3ForCausalLM": read_lfm3,
@@ -185,6 +190,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "MistralForCausalLM": read_mistral,
     "MixtralForCausalLM": read_mixtral,
     "Molmo2TextForCausalLM": read_molmo2,
+    "ModernBertDecoderForCausalLM": read_modernbert_decoder,
     "MptForCausalLM": read_mpt,
     "NanoChatForCausalLM": read_nanochat,
     "NemotronForCausalLM": read_nemotron,
@@ -226,6 +232,7 @@ _MOST_NAMED, _MOST_COMPARED = 6, 64
 _KNOWN_CODE = frozenset(
     {
         "modeling_afmoe.AfmoeForCausalLM",
+        "modeling_bitnet.BitNetForCausalLM",
         "modeling_phi3.Phi3ForCausalLM",
         "modeling_phimoe.PhiMoEForCausalLM",
         "modeling_deepseek.DeepseekV2ForCausalLM",

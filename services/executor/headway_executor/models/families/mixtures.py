@@ -83,7 +83,7 @@ def read_qwen2_moe(fields: ConfigFields) -> ModelConfig:
 def read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
     """``Qwen3MoeForCausalLM``."""
     experts = ExpertsConfig(
-        routing=read_routing(fields, (_count_field(fields), 128), chosen=8, is_normalised=_normalises(fields))
+        routing=read_routing(fields, (count_field(fields), 128), chosen=8, is_normalised=_normalises(fields))
     )
     has_bias = fields.flag("attention_bias", default=False)
     attention = read_attention(fields, head_dim=QWEN3_HEAD_DIM, qkv_bias=has_bias, output_bias=has_bias, qk_norm="head")
@@ -129,7 +129,7 @@ def read_mellum(fields: ConfigFields) -> ModelConfig:
     num_layers, context = num_layers_of(fields), fields.integer("max_position_embeddings", 131_072)
     is_normalised = fields.flag("norm_topk_prob", default=True)
     experts = ExpertsConfig(
-        routing=read_routing(fields, (_count_field(fields), 64), chosen=8, is_normalised=is_normalised)
+        routing=read_routing(fields, (count_field(fields), 64), chosen=8, is_normalised=is_normalised)
     )
     dense, inner = read_feed_forward(fields), fields.integer("moe_intermediate_size", 896)
     sparse = msgspec.structs.replace(dense, intermediate_size=inner, experts=experts)
@@ -217,7 +217,8 @@ def _normalises(fields: ConfigFields) -> bool:
     return fields.flag("norm_topk_prob", default=False)
 
 
-def _count_field(fields: ConfigFields) -> str:
+def count_field(fields: ConfigFields) -> str:
+    """The field of how many experts there are: files have either."""
     return "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
 
 
