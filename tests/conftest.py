@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,10 @@ with contextlib.suppress(ImportError):  # a host with a device may lack it, and 
     # How long an example takes says more of the other processes than of it.
     settings.register_profile("headway", deadline=None)
     settings.load_profile("headway")
+
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # nohup started this. What tests start would inherit that it is ignored, but does not inherit a handler.
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 _SETTINGS_OF_PLUGINS = {"asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"), "timeout": ("timeout",)}
 

@@ -520,6 +520,16 @@ BAD_CHATS = {
         {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "a b"}}]},
         "tools[0].function.name",
     ),
+    "two tools of one name": (
+        {
+            "messages": CHAT,
+            "tools": [
+                {"type": "function", "function": {"name": "a"}},
+                {"type": "function", "function": {"name": "a", "description": "another"}},
+            ],
+        },
+        "tools[1].function.name",
+    ),
     "two limits": ({"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
 }
 

@@ -133,7 +133,10 @@ def test_a_gguf_file_of_a_hub_is_named_by_its_form(gguf_files: Path, tmp_path: P
         other = found(hub, tmp_path, f"{REPOSITORY}:Q5_K_M")[:2]
         assert other == (3, f"the hub's model has no GGUF files called Q5_K_M; {choices}")
     for name in (":Q4_0", ":tiny-Q4_0.gguf", f":Q4_0@{COMMIT}"):
-        assert found(None, tmp_path, REPOSITORY + name, offline=True)[:2] == (0, directory)
+        for offline in (True, False):
+            assert found(None, tmp_path, REPOSITORY + name, offline=offline)[:2] == (0, directory)
+    unknown = found(None, tmp_path / "empty", f"{REPOSITORY}:Q4_0")[:2]
+    assert unknown == (3, "it is not in the cache, the hub does not answer, and there is no such directory")
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,15 @@ def offered_tools(body: ToolsBody) -> list[Function]:
         CallRefusedError: INVALID_ARGUMENT.
     """
     tools = [tool.function for tool in body.tools or ()]
+    first: dict[str, Function] = {}
     for place, tool in enumerate(tools):
+        field = f"tools[{place}].{'' if isinstance(body, ResponsesBody) else 'function.'}name"
         if not _NAME.fullmatch(tool.name):
-            field = f"tools[{place}].{'' if isinstance(body, ResponsesBody) else 'function.'}name"
             raise invalid_argument(
                 field, f"{shown(tool.name)} is not allowed; allowed: a name without space, quotes or brackets"
             )
+        if first.setdefault(tool.name, tool) != tool:
+            raise invalid_argument(field, f"{shown(tool.name)} is another tool's name; allowed: a name of its own")
     if body.tool_choice == "none":
         return []
     allowed = _allowed_tools(body)

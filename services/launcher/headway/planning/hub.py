@@ -99,16 +99,12 @@ class Hub:
         return files[0]
 
     def _gguf_names(self, name: HubName) -> list[str]:
-        """Of the repository, or of what the cache has of it."""
-        if self._offline:
+        """Of the repository; of what the cache has of it, if the hub is not to be asked or does not answer."""
+        listed = None if self._offline else _listed(name)
+        if listed is None:
             directory = self._download(name, ())
-            names = [str(path.relative_to(directory)) for path in directory.rglob(f"*{GGUF}")]
-        else:
-            from huggingface_hub import HfApi
-
-            with _in_one_line(name, is_offline=False):
-                names = HfApi().list_repo_files(name.repository, revision=name.revision)
-        return sorted(one for one in names if one.endswith(GGUF) and "mmproj" not in one)
+            listed = [str(path.relative_to(directory)) for path in directory.rglob(f"*{GGUF}")]
+        return sorted(one for one in listed if one.endswith(GGUF) and "mmproj" not in one)
 
     def _download(self, name: HubName, wanted: Sequence[str], unwanted: Sequence[str] = ()) -> Path:
         from huggingface_hub import snapshot_download
@@ -143,6 +139,20 @@ class Hub:
             with contextlib.suppress(OSError):  # it is checked again next time
                 mark.parent.mkdir(parents=True, exist_ok=True)
                 mark.touch()
+
+
+def _listed(name: HubName) -> list[str] | None:
+    """Return the names of a repository's files; None if the hub does not answer."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    with _in_one_line(name, is_offline=False):
+        try:
+            return HfApi().list_repo_files(name.repository, revision=name.revision)
+        except (RepositoryNotFoundError, RevisionNotFoundError):
+            raise
+        except Exception:  # noqa: BLE001  # The library raises what its transport raises.
+            return None
 
 
 @contextlib.contextmanager
