@@ -62,6 +62,8 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
+from texts_alone import MuseGlimmerForCausalLM
+
 VOCAB_SIZE = 320
 CONTEXT = 256
 EOS_TOKEN = "<|end|>"
@@ -125,6 +127,7 @@ _gemma2 = _of(Gemma2ForCausalLM, Gemma2Config)
 _gemma3 = _of(Gemma3ForCausalLM, Gemma3TextConfig)
 _phi3 = _of(Phi3ForCausalLM, Phi3Config)
 _olmo2 = _of(Olmo2ForCausalLM, Olmo2Config)
+_muse_glimmer = _of(MuseGlimmerForCausalLM, transformers.MuseGlimmerTextConfig)
 _granite = _of(GraniteForCausalLM, GraniteConfig)
 _smollm3 = _of(SmolLM3ForCausalLM, SmolLM3Config)
 _starcoder2 = _of(Starcoder2ForCausalLM, Starcoder2Config)
@@ -639,6 +642,19 @@ _FURTHER |= {
     ),
 }
 
+MUSE_GLIMMER: dict[str, object] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "sliding_window": 20,
+    "layer_rope_theta": [10_000.0, 0, 10_000.0, 0],
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+    "qk_scale_factor": 1.7,
+    "output_multiplier": 0.6,
+    "final_logit_softcapping": 8.0,
+    "post_norm_eps": 0.5,
+}
+_FURTHER["muse_glimmer"] = lambda: _muse_glimmer(**MUSE_GLIMMER)
+
 _FALCON_H1: dict[str, object] = {
     "mamba_d_ssm": 60,
     "mamba_n_heads": 6,
@@ -831,9 +847,10 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
             elif parameter_name.endswith("sinks"):
                 parameter.normal_(0.0, 1.0)
             elif "norm" in parameter_name.replace("norm_attn_norm", "") or ".ln_" in parameter_name:
-                # Gemma up to 3 and Nemotron add 1 to the weight.
+                # Gemma up to 3 and Nemotron add 1 to the weight, and Muse Glimmer within layers.
                 plain = name.startswith(("gemma3n", "gemma4"))
                 adds_1 = name.startswith(("gemma", "vaultgemma", "recurrent_gemma")) and not plain
+                adds_1 = adds_1 or (name == "muse_glimmer" and "layers." in parameter_name)
                 parameter.uniform_(0.6, 1.6).sub_(1.0 if adds_1 or name == "nemotron" else 0.0)
             elif not parameter.any() or ".act_fn." in parameter_name:
                 parameter.normal_(0.0, 0.3)

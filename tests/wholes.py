@@ -13,7 +13,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from checkpoints import CONTEXT, DELTA, GEMMA4, GEMMA4_SMALL, VOCAB_SIZE, randomise, small_sizes, tokenizer
+from checkpoints import (
+    CONTEXT,
+    DELTA,
+    GEMMA4,
+    GEMMA4_SMALL,
+    MUSE_GLIMMER,
+    VOCAB_SIZE,
+    randomise,
+    small_sizes,
+    tokenizer,
+)
 
 _CLIP = {
     "model_type": "clip_vision_model",
@@ -401,6 +411,19 @@ _FIELDS: dict[str, dict[str, object]] = {
 }
 """Of the whole, beside vision and text."""
 
+_WHOLES["muse_glimmer"] = (
+    "MuseGlimmer",
+    {
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+    },
+    _text("muse_glimmer_text", **MUSE_GLIMMER),
+)
 WHOLES = tuple(_WHOLES)
 """Names that ``make_whole`` knows."""
 

@@ -121,7 +121,7 @@ class DecoderShape:
     added to embeddings. ``score_biases`` ``[heads, context]``, float32, on the CPU, or None: added to the scores of keys,
     each at the key's position, or, with ``biases_distances``, at its distance. ``is_parallel``: attention and
     feed-forward read the same hidden state. ``norms_sums``: norms behind both are of the hidden state after the
-    addition. ``norms_all_heads``: together, not each by itself; ``norms_rotated``: behind the rotation;
+    addition. ``post_norm_eps``: of these norms; None: as of others. ``norms_all_heads``: together, not each by itself; ``norms_rotated``: behind the rotation;
     ``head_norm_kind``: of what kind these are. ``clips_normed``: bounds are behind norms of heads. With
     ``gates``, ``qkv`` gives as many gates as queries, last. A rank of several says in ``own`` what it has; its
     heads are counted alone, and its embedding has ``own.hidden_columns``, or is None in a later stage. ``kv_dtype``,
@@ -147,6 +147,7 @@ class DecoderShape:
     norm_kind: NormKind = NormKind.RMS
     is_parallel: bool = False
     norms_sums: bool = False
+    post_norm_eps: float | None = None
     norms_all_heads: bool = False
     norms_rotated: bool = False
     norms_values: bool = False
@@ -478,6 +479,7 @@ def _shape_struct(
         clips_normed=shape.clips_normed,
         norms_sums=shape.norms_sums,
         norm_eps=shape.norm_eps,
+        post_norm_eps=shape.norm_eps if shape.post_norm_eps is None else shape.post_norm_eps,
         score_scale=shape.score_scale,
         score_softcap=shape.score_softcap,
         qkv_clip=shape.qkv_clip,

@@ -57,6 +57,7 @@ class ShapeStruct(ctypes.Structure):
         ("clips_normed", ctypes.c_int64),
         ("norms_sums", ctypes.c_int64),
         ("norm_eps", ctypes.c_float),
+        ("post_norm_eps", ctypes.c_float),
         ("score_scale", ctypes.c_float),
         ("score_softcap", ctypes.c_float),
         ("qkv_clip", ctypes.c_float),

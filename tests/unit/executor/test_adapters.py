@@ -63,6 +63,7 @@ FUSED = {
     "falcon-40b": ("query_key_value", "dense", "dense_h_to_4h"),
     "codegen": ("qkv_proj", "out_proj", "fc_in"),
     "afmoe": ("gate_proj", "k_proj", "o_proj"),
+    "muse_glimmer": ("self_attn.gate_proj", "mlp.gate_proj", "down_proj"),
     "gemma4-keys": ("q_proj", "k_proj", "o_proj", "down_proj"),
     "gemma4-shared": ("q_proj", "v_proj", "o_proj", "gate_proj"),
     "gemma3n": ("q_proj", "o_proj", "gate_proj"),

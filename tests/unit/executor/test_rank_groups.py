@@ -185,7 +185,7 @@ def test_gates_behind_the_queries_of_each_head_are_those_apart(tmp_path, monkeyp
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", ["gemma2", "gemma4-keys"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma4-keys", "muse_glimmer"])
 def test_norms_behind_attention_are_for_stages_of_whole_layers(tmp_path, family):
     make_checkpoint(tmp_path, family)
     alone = story(TorchBackend(), tmp_path)

@@ -110,10 +110,11 @@ static void add_task(void *work, int64_t row) {
     const int has_norm = phase->norm.weight != NULL;
     float *hidden = of->rows.hidden + row * of->strides.hidden, *added = of->space.added + row * of->strides.hidden;
     if (has_norm && !shape->norms_sums)
-        normalise_row((enum norm_kind)shape->norm_kind, phase->norm, shape->norm_eps, added, shape->hidden_size, added);
+        normalise_row((enum norm_kind)shape->norm_kind, phase->norm, shape->post_norm_eps, added, shape->hidden_size,
+                      added);
     add_row(hidden + shape->hidden_start, added + shape->hidden_start, shape->hidden_columns, shape->residual_factor);
     if (has_norm && shape->norms_sums)
-        normalise_row((enum norm_kind)shape->norm_kind, phase->norm, shape->norm_eps, hidden, shape->hidden_size,
+        normalise_row((enum norm_kind)shape->norm_kind, phase->norm, shape->post_norm_eps, hidden, shape->hidden_size,
                       hidden);
     if (phase->factor != 1.0f) scale_row(hidden + shape->hidden_start, shape->hidden_columns, phase->factor, 0.0f);
 }

@@ -64,6 +64,7 @@ typedef struct {
     int64_t clips_normed;    /* `qkv_clip` is behind `qk_norm` */
     int64_t norms_sums;      /* norms behind attention and feed-forward are of the hidden state after the addition */
     float norm_eps;
+    float post_norm_eps; /* of norms of what is added to the hidden state */
     float score_scale;
     float score_softcap;   /* 0: none */
     float qkv_clip;        /* bounds queries, keys and values on both sides; 0: nothing does */

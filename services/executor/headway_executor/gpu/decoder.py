@@ -238,11 +238,13 @@ class Decoder:
         self._weights.head(self._space.normed[first : first + count], logits)
         return self._scaled(logits)
 
-    def _normed(self, hidden: Tensor, update: Tensor | None, norm: NormTensors | None, out: Tensor) -> Tensor:
+    def _normed(
+        self, hidden: Tensor, update: Tensor | None, norm: NormTensors | None, out: Tensor, eps: float | None = None
+    ) -> Tensor:
         """Add ``update`` to the hidden state; return it behind a norm, if there is one."""
         if norm is None:
             return hidden if update is None else hidden.add_(update)
-        eps = self._config.norm.eps
+        eps = self._config.norm.eps if eps is None else eps
         if self._config.norm.kind == "rms":
             add_rms_norm(hidden, update, norm.weight, out, eps=eps)
         else:
@@ -251,7 +253,7 @@ class Decoder:
 
     def _finish(self, delta: Tensor, norm: NormTensors | None) -> None:
         """What happens to an update before it is added."""
-        self._normed(delta, None, norm, delta)
+        self._normed(delta, None, norm, delta, self._config.norm.eps_behind)
         if self._config.scalings.residual != 1:
             delta.mul_(self._config.scalings.residual)
 

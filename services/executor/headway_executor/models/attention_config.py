@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-QkNorm: TypeAlias = Literal["none", "head", "all", "plain", "layer"]
+QkNorm: TypeAlias = Literal["none", "head", "all", "plain", "plain_if_rotated", "layer"]
 Gates: TypeAlias = Literal["none", "apart", "by_head", "of_heads"]
 GateKind: TypeAlias = Literal["sigmoid", "softplus"]
 
@@ -64,7 +64,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     The first ``rotary_dim`` channels of a head are rotated in pairs: channel i with i + rotary_dim / 2, or neighbours if
     ``is_interleaved``; with ``turns_back``, the other way round. ``qk_norm`` normalises queries and keys by head, or over all heads of a token, or "plain": by
-    head, without weights, in layers with a rope; "layer" is a layer norm by head, each with weights of its own, or, with
+    head, without weights; "plain_if_rotated": the same, in layers with a rope alone; "layer" is a layer norm by head, each with weights of its own, or, with
     ``shares_head_norms``, of one weight and one bias. It
     does so before they are rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of
     a compressed row. ``clip`` (None: none) bounds queries, keys and values on both sides, before all else; with

@@ -123,6 +123,7 @@ def _shape_of(
         block_stride=block_stride,
         inputs=loader.inputs(),
         norm_eps=config.norm.eps,
+        post_norm_eps=config.norm.post_eps,
         score_scale=attention.scale,
         embedding=embedding,
         positions=loader.positions(max_model_len) if part.place.is_first_stage else None,

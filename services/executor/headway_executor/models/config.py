@@ -29,7 +29,9 @@ class NormConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All norms of a model; where they are is in its ``TensorNames``.
 
     ``offset`` is added to the weights; without ``has_weight`` they are 1. ``rounds_first``: the result is rounded before the
-    product with the weight. ``embedding_eps``: of a norm of embeddings; None: as of others.
+    product with the weight. Some differ from the others where it is said: ``final_offset`` is of the norm before the head,
+    ``post_eps`` of those behind attention and feed-forward, ``embedding_eps`` of a norm of embeddings, whose weights are 1
+    without ``embedding_has_weight``.
     """
 
     eps: float
@@ -39,6 +41,14 @@ class NormConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_bias: bool = False
     rounds_first: bool = False
     embedding_eps: float | None = None
+    embedding_has_weight: bool = True
+    final_offset: float | None = None
+    post_eps: float | None = None
+
+    @property
+    def eps_behind(self) -> float:
+        """Of norms behind attention and feed-forward."""
+        return self.eps if self.post_eps is None else self.post_eps
 
 
 class Multipliers(msgspec.Struct, frozen=True, kw_only=True):

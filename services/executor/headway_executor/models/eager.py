@@ -178,7 +178,7 @@ def load_eager(
     decoder = Decoder(
         rotations={rotary: table_of(rotary, max_model_len).to(device) for rotary in config.rotaries},
         layers=tuple(loader.layer(place, index) for place, index in enumerate(part.layers)),
-        final_norm=None if final_norm is None else loader.norm(final_norm),
+        final_norm=loader.norm(final_norm),
         head=loader.head() if part.place.is_last_stage and config.has_head else None,
         biases=None if biases is None else loader.biases(biases),
         table=loader.table(),
@@ -231,16 +231,15 @@ class _Loader:
 
     def _layer(self, place: int, index: int) -> DecoderLayer:
         config, has_feed_forward = self._config, self._config.layers[index].has_feed_forward
-        norms = [None if norm is None else self.norm(norm) for norm in self.tensors.norms_of_layer(index)]
+        norms, behind = self.tensors.norms_of_layer(index), config.norm.eps_behind
         factor = self.tensors.layer_factor(index)
-        attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = norms
         return DecoderLayer(
-            attention_norm=attention_norm,
+            attention_norm=self.norm(norms.attention),
             attention=self._mixer(place, index),
-            attention_post_norm=attention_post_norm,
-            mlp_norm=mlp_norm,
+            attention_post_norm=self.norm(norms.attention_post, behind),
+            mlp_norm=self.norm(norms.mlp),
             feed_forward=self._feed_forward(place, index) if has_feed_forward else None,
-            mlp_post_norm=mlp_post_norm,
+            mlp_post_norm=self.norm(norms.mlp_post, behind),
             residual=config.scalings.residual,
             is_parallel=config.is_parallel,
             norms_sums=config.norms_sums,
@@ -263,7 +262,7 @@ class _Loader:
         gate, back, norm = tensors.of_layer(index)
         activation = self._config.layers[index].feed_forward.activation
         ways = (self._linear(gate, None), activation, self._linear(back, None))
-        return LayerInput(index, *ways, self._rms_norm(norm))
+        return LayerInput(index, *ways, self._rms_norm(norm, self._config.norm.eps_behind))
 
     def embedding(self, num_positions: int) -> Embedding:
         """Of this part."""
@@ -363,13 +362,16 @@ class _Loader:
             output=self._adapted(self._linear(*tensors.output()), place, AdapterSite.STATE_OUTPUT),
         )
 
-    def norm(self, tensors: NormTensors) -> Product:
-        """A norm of whole rows."""
+    def norm(self, tensors: NormTensors | None, eps: float | None = None) -> Product | None:
+        """A norm of whole rows, by default with the epsilon of most; or None."""
+        if tensors is None:
+            return None
         config = self._config.norm
+        eps = config.eps if eps is None else eps
         if config.kind == "rms":
-            return self._rms_norm(tensors.weight)
+            return self._rms_norm(tensors.weight, eps)
         bias = None if tensors.bias is None else self._wide(tensors.bias)
-        return LayerNorm(self._wide(tensors.weight), bias, config.eps)
+        return LayerNorm(self._wide(tensors.weight), bias, eps)
 
     def head(self) -> Product:
         """The product that gives the logits."""
@@ -493,10 +495,10 @@ class _Loader:
         queries, keys = (self._rms_norm(part.flatten()) for part in (weight[:num_heads], weight[num_heads:]))
         return SpanNorms(queries, keys, num_heads)
 
-    def _rms_norm(self, weight: Tensor) -> RmsNorm:
+    def _rms_norm(self, weight: Tensor, eps: float | None = None) -> RmsNorm:
         norm = self._config.norm
         rounded = placed(weight, self._dtype, self._device) if norm.rounds_first else self._wide(weight)
-        return RmsNorm(rounded, norm.eps)
+        return RmsNorm(rounded, norm.eps if eps is None else eps)
 
     def _wide(self, tensor: Tensor) -> Tensor:
         return placed(tensor, torch.float32, self._device)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headway_executor.models.config import ModelConfig, NormConfig
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.part import ModelPart
 
 
@@ -38,16 +38,16 @@ class HeadNormTensors:
         names = self._config.names.query_norm, self._config.names.key_norm
         heads = self._part.heads_of(attention.num_heads), kv_heads
         count = 1 if layer.keys_of is not None else 2
-        if kind == "none" or not layer.attends or (kind == "plain" and layer.rope is None):
+        if kind == "none" or not layer.attends or (kind == "plain_if_rotated" and layer.rope is None):
             return None
-        if kind == "plain":
+        if kind in ("plain", "plain_if_rotated"):
             return torch.ones(sum(map(len, heads[:count])), attention.head_dim, device=self._device)
         pairs = list(zip(names, heads, strict=True))[:count]
         if kind == "layer":
             return torch.cat([self._of_layer_norm(index, *pair) for pair in pairs])
         norms = []
         for name, own in pairs:
-            weight = with_offset(self._config.norm, self._read(index, f"{name}.weight", None))
+            weight = with_offset(self._config.norm.offset, self._read(index, f"{name}.weight", None))
             by_head = self._reordered(index, weight).view(-1, attention.head_dim)
             norms.append(by_head.expand(len(own), -1))
         if attention.norms_values and layer.keys_of is None:
@@ -73,6 +73,6 @@ class HeadNormTensors:
         return self._reordered(index, weights.flatten()).view(-1, self._config.attention_of(index).head_dim)
 
 
-def with_offset(norm: NormConfig, weight: Tensor) -> Tensor:
+def with_offset(offset: float, weight: Tensor) -> Tensor:
     """Return the weight that a norm multiplies by; some families store it less 1."""
-    return weight.float() + norm.offset if norm.offset else weight
+    return weight.float() + offset if offset else weight

@@ -30,6 +30,10 @@ ChannelOrder: TypeAlias = Callable[[int, AttentionConfig], Tensor]
 """Of the channels of a head of so many: int64, ``[head_dim]``. See ``rope``."""
 
 
+_ROWS_AT_ONCE = 4096
+"""Of an embedding that is normalised: of all in float32, the largest vocabularies would take gigabytes."""
+
+
 class NormTensors(NamedTuple):
     """``weight`` and ``bias`` (or None) of a norm, both ``[hidden]``."""
 
@@ -52,12 +56,15 @@ def _changed(words: Tensor, norm: NormTensors | None, projection: Tensor | None,
         words = functional.linear(words, projection.to(words.dtype))
     if norm is None:
         return words
-    weight, wide = norm.weight.float(), words.float()
-    eps = config.eps if config.embedding_eps is None else config.embedding_eps
-    if config.kind == "rms":
-        return functional.rms_norm(wide, weight.shape, weight, eps).to(words.dtype)
-    bias = None if norm.bias is None else norm.bias.float()
-    return functional.layer_norm(wide, weight.shape, weight, bias, eps).to(words.dtype)
+    weight, bias = norm.weight.float(), None if norm.bias is None else norm.bias.float()
+    eps, made = config.eps if config.embedding_eps is None else config.embedding_eps, torch.empty_like(words)
+    for some, out in zip(words.split(_ROWS_AT_ONCE), made.split(_ROWS_AT_ONCE), strict=True):
+        wide = some.float()
+        if config.kind == "rms":
+            out.copy_(functional.rms_norm(wide, weight.shape, weight, eps))
+        else:
+            out.copy_(functional.layer_norm(wide, weight.shape, weight, bias, eps))
+    return made
 
 
 class ModelTensors:
@@ -96,7 +103,7 @@ class ModelTensors:
             norm, projections = self._names.embedding_norm, self._names.projections
             changed = _changed(
                 words,
-                None if norm is None else self._norm(norm),
+                None if norm is None else self._norm(norm, is_weighed=self._config.norm.embedding_has_weight),
                 None if projections is None else self._read_named(f"{projections[0]}.weight"),
                 self._config.norm,
             )
@@ -136,7 +143,9 @@ class ModelTensors:
 
     def final_norm(self) -> NormTensors | None:
         """The norm before the head, or None."""
-        return None if self._names.final_norm is None else self._norm(self._names.final_norm)
+        if self._names.final_norm is None:
+            return None
+        return self._norm(self._names.final_norm, offset=self._config.norm.final_offset)
 
     def norm(self, index: int, name: str | None) -> NormTensors | None:
         """The norm of that ``name`` in a layer; None without a name."""
@@ -247,9 +256,11 @@ class ModelTensors:
 
         return ExpertTensors(feed.experts, feed, self._part, read)
 
-    def _norm(self, name: str) -> NormTensors:
-        if self._config.norm.has_weight:
-            weight = with_offset(self._config.norm, self._read_named(f"{name}.weight"))
+    def _norm(self, name: str, *, offset: float | None = None, is_weighed: bool = True) -> NormTensors:
+        """``offset``: its own, if it has one."""
+        if self._config.norm.has_weight and is_weighed:
+            own = self._config.norm.offset if offset is None else offset
+            weight = with_offset(own, self._read_named(f"{name}.weight"))
         else:
             weight = self._here(torch.ones(self._config.hidden_size))
         return NormTensors(weight, self._read_named(f"{name}.bias") if self._config.norm.has_bias else None)

@@ -34,7 +34,7 @@ def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[s
     words = [name for name in pair if not config.tie_word_embeddings or name in stored]
     width = config.embedding_size or config.hidden_size
     expected: dict[str, tuple[int, ...]] = dict.fromkeys(words or [names.embedding], (config.vocab_size, width))
-    for norm in (names.embedding_norm, names.final_norm):
+    for norm in (names.embedding_norm if config.norm.embedding_has_weight else None, names.final_norm):
         expected |= dict(_norm_tensors(config, norm) if norm is not None else ())
     if names.positions is not None:
         expected[names.positions] = (config.first_position + config.context, config.hidden_size)

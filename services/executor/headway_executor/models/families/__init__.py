@@ -85,6 +85,7 @@ from headway_executor.models.families.mixtures import (
 from headway_executor.models.families.modernbert_decoder import read_modernbert_decoder
 from headway_executor.models.families.molmo import read_molmo2
 from headway_executor.models.families.mpt import read_mpt
+from headway_executor.models.families.muse import read_muse_glimmer
 from headway_executor.models.families.nanochat import read_nanochat
 from headway_executor.models.families.nemotron_h import read_nemotron_h
 from headway_executor.models.families.olmo import read_olmo1, read_olmo2, read_olmo3
@@ -192,6 +193,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Molmo2TextForCausalLM": read_molmo2,
     "ModernBertDecoderForCausalLM": read_modernbert_decoder,
     "MptForCausalLM": read_mpt,
+    "MuseGlimmerForCausalLM": read_muse_glimmer,
     "NanoChatForCausalLM": read_nanochat,
     "NemotronForCausalLM": read_nemotron,
     "NemotronHForCausalLM": read_nemotron_h,

@@ -5,6 +5,7 @@ import msgspec
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import FeedForwardConfig, LayerConfig, ModelConfig
 from headway_executor.models.families.granite import read_granite_dense, read_mixture, read_scaled
+from headway_executor.models.families.positions import layer_thetas
 from headway_executor.models.families.reading import FULL, SLIDING, layer_types_of, num_layers_of, windows_of
 from headway_executor.models.tensor_names import TensorNames
 
@@ -33,11 +34,7 @@ def _with_windows(fields: ConfigFields, feed_forward: FeedForwardConfig) -> Mode
     config, count = read_scaled(fields, feed_forward, names=_NAMES), num_layers_of(fields)
     kinds = layer_types_of(fields, [SLIDING if i % _PATTERN else FULL for i in range(count)])
     windows = windows_of(fields, kinds, fields.integer("sliding_window", _WINDOW))
-    thetas = fields.values.get("layer_rope_theta")
-    is_list = isinstance(thetas, list) and len(thetas) == count
-    if thetas is not None and not (is_list and all(isinstance(theta, int | float) and theta >= 0 for theta in thetas)):
-        raise fields.refuse("layer_rope_theta", f"a list of {count} numbers, 0 for a layer without a rope")
-    own = zip(config.layers, windows, thetas or [None] * count, strict=True)
+    own = zip(config.layers, windows, layer_thetas(fields, count) or [None] * count, strict=True)
     layers = (_changed(msgspec.structs.replace(layer, window=window), theta) for layer, window, theta in own)
     return msgspec.structs.replace(config, layers=tuple(layers))
 
@@ -45,5 +42,5 @@ def _with_windows(fields: ConfigFields, feed_forward: FeedForwardConfig) -> Mode
 def _changed(layer: LayerConfig, theta: float | None) -> LayerConfig:
     if theta is None or layer.rope is None:
         return layer
-    rope = msgspec.structs.replace(layer.rope, theta=float(theta)) if theta else None
+    rope = msgspec.structs.replace(layer.rope, theta=theta) if theta else None
     return msgspec.structs.replace(layer, rope=rope)

@@ -60,7 +60,7 @@ def read_llama4(fields: ConfigFields) -> ModelConfig:
             head_dim=128,
             num_kv_heads=8,
             is_interleaved=True,
-            qk_norm="plain" if fields.flag("use_qk_norm", default=True) else "none",
+            qk_norm="plain_if_rotated" if fields.flag("use_qk_norm", default=True) else "none",
             qkv_bias=has_bias,
             output_bias=has_bias,
         ),

@@ -67,6 +67,13 @@ _LFM3 = {
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
 }
+_MUSE_GLIMMER = {
+    "vocab_size": 202_048,
+    "hidden_size": 6656,
+    "intermediate_size": 19_968,
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+}
 _QWEN3_VL_MOE = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1408,
@@ -271,6 +278,7 @@ _OWN = {
     "Kimi_K25": _KIMI,
     "Llama4": _Text("Llama4ForCausalLM"),
     "Molmo2": _Text("Molmo2TextForCausalLM", _MOLMO2),
+    "MuseGlimmer": _Text("MuseGlimmerForCausalLM", _MUSE_GLIMMER),
     "PaddleOCRVL": _PADDLE_OCR,
     "Qwen2VL": _QWEN2_VL,
     "Qwen2_5Omni": _QWEN2_5_OMNI,
@@ -301,12 +309,18 @@ _CHAT, _CHAT_CONFIG = "InternVLChatModel", "llm_config"
 _SECTIONED = {"mrope": "default", "xdrope": "dynamic"}
 """What kinds of ropes of sections are in a text."""
 
+_INDEX = "an index of the keys that a query sees"
 _REASONS = {
-    "MistralLarge4": "an index of the keys that a query sees, and layers that share compressed rows",
+    "DeepseekV32": _INDEX,
+    "DeepseekV4": f"{_INDEX}, and several hidden states of a token that are mixed (hyper-connections)",
+    "Glm5Next": f"{_INDEX}, and several hidden states of a token that are mixed (hyper-connections)",
+    "GlmMoeDsa": _INDEX,
+    "MistralLarge4": f"{_INDEX}, and layers that share compressed rows",
     "Mllama": "layers that attend to pictures",
+    "MuseSpark": "gates of the hidden state, and norms of what each expert gives",
     "PaliGemma": "attention to later tokens of the prompt",
 }
-"""What no backend has, of wholes that are often asked for."""
+"""What no backend has, of wholes and of models of text alone that are often asked for."""
 
 
 def text_part_of(fields: ConfigFields) -> ConfigFields | None:
