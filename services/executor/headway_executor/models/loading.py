@@ -58,7 +58,7 @@ def _changed(words: Tensor, norm: NormTensors | None, projection: Tensor | None,
         return words
     weight, bias = norm.weight.float(), None if norm.bias is None else norm.bias.float()
     eps, made = config.eps if config.embedding_eps is None else config.embedding_eps, torch.empty_like(words)
-    for some, out in zip(words.split(_ROWS_AT_ONCE), made.split(_ROWS_AT_ONCE), strict=True):
+    for some, out in zip(torch.split(words, _ROWS_AT_ONCE), torch.split(made, _ROWS_AT_ONCE), strict=True):
         wide = some.float()
         if config.kind == "rms":
             out.copy_(functional.rms_norm(wide, weight.shape, weight, eps))

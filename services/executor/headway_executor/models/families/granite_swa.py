@@ -34,7 +34,7 @@ def _with_windows(fields: ConfigFields, feed_forward: FeedForwardConfig) -> Mode
     config, count = read_scaled(fields, feed_forward, names=_NAMES), num_layers_of(fields)
     kinds = layer_types_of(fields, [SLIDING if i % _PATTERN else FULL for i in range(count)])
     windows = windows_of(fields, kinds, fields.integer("sliding_window", _WINDOW))
-    own = zip(config.layers, windows, layer_thetas(fields, count) or [None] * count, strict=True)
+    own = zip(config.layers, windows, layer_thetas(fields, count), strict=True)
     layers = (_changed(msgspec.structs.replace(layer, window=window), theta) for layer, window, theta in own)
     return msgspec.structs.replace(config, layers=tuple(layers))
 

@@ -63,9 +63,7 @@ def read_muse_glimmer(fields: ConfigFields) -> ModelConfig:
 def _rotates(fields: ConfigFields, default: list[bool]) -> list[bool]:
     """Which layers have the rope; transformers rotates by the theta of the file, whatever a layer's own is but 0."""
     thetas = layer_thetas(fields, len(default))
-    if thetas is None:
-        return default
     theta = read_rope(fields, fields.integer("max_position_embeddings", _CONTEXT)).theta
-    if not {*thetas} <= {0.0, theta}:
+    if not {*thetas} <= {None, 0.0, theta}:
         raise fields.refuse("layer_rope_theta", f"a list of numbers, each 0 or rope_theta, {theta:g}")
-    return [own > 0 for own in thetas]
+    return [usual if own is None else own > 0 for own, usual in zip(thetas, default, strict=True)]

@@ -107,11 +107,11 @@ def read_long_rope(
     )
 
 
-def layer_thetas(fields: ConfigFields, count: int) -> list[float] | None:
-    """``layer_rope_theta``: of each of so many layers, 0 for one without a rope; None: the file does not say."""
+def layer_thetas(fields: ConfigFields, count: int) -> list[float | None]:
+    """``layer_rope_theta``: of each of so many layers, 0 for one without a rope; None where the file does not say."""
     thetas = fields.values.get("layer_rope_theta")
     if thetas is None:
-        return None
+        return [None] * count
     is_list = isinstance(thetas, list) and len(thetas) == count
     if not (is_list and all(isinstance(theta, int | float) and theta >= 0 for theta in thetas)):
         raise fields.refuse("layer_rope_theta", f"a list of {count} numbers, 0 for a layer without a rope")
