@@ -178,7 +178,7 @@ def load_eager(
     decoder = Decoder(
         rotations={rotary: table_of(rotary, max_model_len).to(device) for rotary in config.rotaries},
         layers=tuple(loader.layer(place, index) for place, index in enumerate(part.layers)),
-        final_norm=loader.norm(final_norm),
+        final_norm=None if final_norm is None else loader.norm(final_norm),
         head=loader.head() if part.place.is_last_stage and config.has_head else None,
         biases=None if biases is None else loader.biases(biases),
         table=loader.table(),
@@ -231,15 +231,20 @@ class _Loader:
 
     def _layer(self, place: int, index: int) -> DecoderLayer:
         config, has_feed_forward = self._config, self._config.layers[index].has_feed_forward
-        norms, behind = self.tensors.norms_of_layer(index), config.norm.eps_behind
+        eps = (None, config.norm.eps_behind) * 2
+        norms = [
+            None if norm is None else self.norm(norm, own)
+            for norm, own in zip(self.tensors.norms_of_layer(index), eps, strict=True)
+        ]
+        attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = norms
         factor = self.tensors.layer_factor(index)
         return DecoderLayer(
-            attention_norm=self.norm(norms.attention),
+            attention_norm=attention_norm,
             attention=self._mixer(place, index),
-            attention_post_norm=self.norm(norms.attention_post, behind),
-            mlp_norm=self.norm(norms.mlp),
+            attention_post_norm=attention_post_norm,
+            mlp_norm=mlp_norm,
             feed_forward=self._feed_forward(place, index) if has_feed_forward else None,
-            mlp_post_norm=self.norm(norms.mlp_post, behind),
+            mlp_post_norm=mlp_post_norm,
             residual=config.scalings.residual,
             is_parallel=config.is_parallel,
             norms_sums=config.norms_sums,
@@ -362,10 +367,8 @@ class _Loader:
             output=self._adapted(self._linear(*tensors.output()), place, AdapterSite.STATE_OUTPUT),
         )
 
-    def norm(self, tensors: NormTensors | None, eps: float | None = None) -> Product | None:
-        """A norm of whole rows, by default with the epsilon of most; or None."""
-        if tensors is None:
-            return None
+    def norm(self, tensors: NormTensors, eps: float | None = None) -> Product:
+        """A norm of whole rows, by default with the epsilon of most."""
         config = self._config.norm
         eps = config.eps if eps is None else eps
         if config.kind == "rms":
