@@ -235,6 +235,7 @@ CODED_MIXTURE = MIXTURE | {"moe_intermediate_size": 64, "shared_expert_intermedi
         ("awq", "auto", {}),
         ("gptq-act-order", "auto", {}),
         ("fp8-blocks", "auto", {}),
+        ("bitnet", "auto", {"architectures": ["BitNetForCausalLM"]}),
         ("awq", "int8", {}),
         ("w8a16", "int8", {}),
         ("awq", "auto", CODED_MIXTURE),

@@ -68,6 +68,9 @@ FUSED = {
     "gemma4-shared": ("q_proj", "v_proj", "o_proj", "gate_proj"),
     "gemma3n": ("q_proj", "o_proj", "gate_proj"),
     "laguna": ("q_proj", "g_proj", "o_proj"),
+    "bitnet": ("q_proj", "o_proj", "down_proj"),
+    "kolibri1": ("q_proj", "o_proj"),
+    "modernbert_decoder": ("k_proj", "Wi", "attn.Wo", "mlp.Wo"),
     "mimo_v2": ("q_proj", "v_proj", "o_proj"),
     "lfm3": ("q_proj", "g_proj", "o_proj", "in_proj", "w1", "w2"),
     "mamba2": ("in_proj", "out_proj"),
@@ -240,7 +243,7 @@ def test_ranks_have_their_parts_of_adapters(adapted_model, family, form):
 
 @pytest.mark.parametrize(
     ("family", "kernels"),
-    [*((family, "auto") for family in FUSED), ("falcon_h1", "eager")],
+    [*((family, "auto") for family in FUSED), ("falcon_h1", "eager"), ("bitnet", "eager")],
 )
 def test_an_adapter_of_fused_projections(tmp_path, family, kernels):
     model = make_checkpoint(tmp_path / "model", family)

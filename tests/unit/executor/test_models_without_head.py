@@ -87,6 +87,16 @@ def test_its_embedding_is_loaded_once(tmp_path: Path, kernels: str, monkeypatch:
     assert names.count("embed_tokens.weight") == 1
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "eager"])
+@pytest.mark.parametrize("family", ["phi", "modernbert_decoder", "modernbert_decoder-bias"])
+def test_nothing_that_belongs_to_a_head_is_asked_for(tmp_path: Path, family: str, kernels: str) -> None:
+    """A bias, and what stands before it."""
+    make_model(family).model.save_pretrained(tmp_path)
+    backend = TorchBackend()
+    assert backend.open(BackendConfig(model=str(tmp_path), options={"kernels": kernels}, **SIZES)).embedding_size == 48
+    backend.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -113,7 +113,8 @@ def named_as_stored(config: ModelConfig, stored: StoredSource) -> ModelConfig:
         has_head = is_whole and (config.tie_word_embeddings or any(name in stored for name in bare.heads))
         is_tied = config.tie_word_embeddings or not has_head
         config = _with_names(config, bare, lambda name: name.removeprefix(decoder))
-        config = msgspec.structs.replace(config, has_head=has_head, tie_word_embeddings=is_tied)
+        has_bias = config.has_head_bias and has_head
+        config = msgspec.structs.replace(config, has_head=has_head, has_head_bias=has_bias, tie_word_embeddings=is_tied)
     return _turned_as_stored(config, stored)
 
 
