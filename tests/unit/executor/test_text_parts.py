@@ -193,6 +193,46 @@ def test_the_text_of_gemma_3n_has_its_names_beside_other_models(tmp_path):
         assert tokens(tmp_path, options={"kernels": "eager"}) == expected
 
 
+def test_the_text_of_nemotron_omni_has_its_names_beside_other_models(tmp_path):
+    """Its text stands for a whole here, too, in the fields and names that it was published with."""
+    expected = expected_of(make_checkpoint(tmp_path, "nemotron_h"))
+    name = "NemotronH_Nano_Omni_Reasoning_V3"
+    code = {"auto_map": {"AutoModelForCausalLM": f"modeling.{name}"}}
+    change_config(tmp_path, lambda text: {"architectures": [name], "llm_config": text, "eos_token_id": 0} | code)
+    rename_tensors(tmp_path, lambda stored: f"language_model.{stored}")
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"sound_encoder.layers.0.norm.weight": torch.ones(8)}, path)
+    assert tokens(tmp_path) == expected
+
+
+def test_the_text_of_fast_vlm_may_stand_beside_what_sees(tmp_path):
+    """As it was published: all under one name, also the fields."""
+    expected = expected_of(make_whole(tmp_path, "fast_vlm"))
+    code = {"auto_map": {"AutoModelForCausalLM": "llava_qwen.LlavaQwen2ForCausalLM"}}
+    published = {"architectures": ["LlavaQwen2ForCausalLM"], "model_type": "llava_qwen2"} | code
+    change_config(tmp_path, lambda config: config.pop("text_config") | published)
+    rename_tensors(tmp_path, lambda stored: stored.replace("model.language_model.", "model."))
+    path = tmp_path / "model.safetensors"
+    assert any(stored.startswith("model.vision_tower.") for stored in load_file(path))
+    assert tokens(tmp_path) == expected
+    save_file(load_file(path) | {"model.layers.3.mlp.down_proj.weight": torch.ones(8)}, path)
+    with pytest.raises(ModelFilesError, match=r"tensor model\.layers\.3\.mlp\.down_proj\.weight does not belong"):
+        open_backend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "older", "kind"),
+    [("granite4_vision", "Granite4Vision", "granite"), ("lighton_ocr", "LightOnOCR", "lightonocr_text")],
+)
+def test_texts_have_older_names(tmp_path, name, older, kind):
+    expected = expected_of(make_whole(tmp_path, name))
+    published = {"architectures": [f"{older}ForConditionalGeneration"]}
+    change_config(
+        tmp_path, lambda config: config | published | {"text_config": config["text_config"] | {"model_type": kind}}
+    )
+    assert tokens(tmp_path) == expected
+
+
 def turn_experts(directory):
     """As published: inputs before outputs."""
     path = directory / "model.safetensors"

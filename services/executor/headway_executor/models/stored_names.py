@@ -16,7 +16,7 @@ from headway_executor.models.config import LayerConfig, ModelConfig
 from headway_executor.models.expert_tensors import stacked_names
 from headway_executor.models.tensor_names import LayerNormNames, TensorNames
 
-_DECODER = "model."
+DECODER = "model."
 _OLDER_DECODER = "backbone."
 """Of Mamba and Nemotron-H: transformers has it as a model, too."""
 _NUMBER = "{}"
@@ -24,6 +24,7 @@ LAYERS = "layers."
 _PLACES = (
     ("model.language_model.model.", "model.language_model."),
     ("language_model.model.", "language_model."),
+    ("language_model.backbone.", "language_model."),
     ("model.language_model.", ""),
     ("model.text_model.", ""),
     ("thinker.model.language_model.", "thinker."),
@@ -90,7 +91,7 @@ def module_as_stored(config: ModelConfig, module: str) -> str:
 
 def _decoder_as_stored(config: ModelConfig, module: str) -> str:
     decoder = config.names.layer.partition(LAYERS)[0]
-    for front in (*(front for front, _ in _PLACES), _DECODER):
+    for front in (*(front for front, _ in _PLACES), DECODER):
         if (config.names.is_part or decoder == _OLDER_DECODER) and module.startswith(front + LAYERS):
             return decoder + module.removeprefix(front)
     layer = config.names.layer.partition(_NUMBER)[0]
@@ -176,13 +177,14 @@ def _placed_as_stored(config: ModelConfig, stored: TensorSource) -> ModelConfig:
     names = config.names
     if not names.is_part:
         return config
+    own = names.layer.partition(".")[0] + "."
     for decoder, of_head in _PLACES:
-        moved = _renamed(names, lambda name, decoder=decoder: name.replace(_DECODER, decoder, 1))  # type: ignore[misc]
+        moved = _renamed(names, lambda name, decoder=decoder: name.replace(own, decoder, 1))  # type: ignore[misc]
         heads = dict.fromkeys(front + head for front in (of_head, decoder) for head in names.heads)
         moved = msgspec.structs.replace(moved, heads=tuple(heads))
         if moved.embedding in stored or f"{moved.final_norm}.weight" in stored:
             names = moved
-            config = _with_names(config, moved, lambda name, decoder=decoder: name.replace(_DECODER, decoder, 1))  # type: ignore[misc]
+            config = _with_names(config, moved, lambda name, decoder=decoder: name.replace(own, decoder, 1))  # type: ignore[misc]
             break
     is_tied = config.tie_word_embeddings or not any(head in stored for head in names.heads)
     return msgspec.structs.replace(config, tie_word_embeddings=is_tied)

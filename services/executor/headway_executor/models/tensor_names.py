@@ -91,8 +91,8 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     projections of layers are ``[inputs, outputs]``. ``projections`` lead from embeddings to the first layer, and from the
     last one to the head; as ``embedding_norm``, they are applied while loading. ``heads``: the first that is stored. Nothing reads
     ``ignored``, which are tensors, or modules with a dot behind them, what begins as one of ``ignored_prefixes``, and the
-    ``ignored_layers`` behind the last one. With ``is_part``, other models are in the same checkpoint. They are not read either, and names have more in front of them,
-    which the stored names tell. ``state_norms``: of layers with a state, if others than those of other layers. ``renamed``:
+    ``ignored_layers`` behind the last one. With ``is_part``, other models are in the same checkpoint. They are not read
+    either, and names have more in front of them, which the stored names tell. ``state_norms``: of layers with a state, if others than those of other layers. ``renamed``:
     norms of layers that may be stored under another name, and that name. ``in_transformers``: beginnings of names behind
     ``layer`` as modules of transformers have them, and as they are here; the first that fits counts. A dense feed-forward may
     be stored where experts are, behind ``other_feed_forward`` in place of what is before the last dot. With

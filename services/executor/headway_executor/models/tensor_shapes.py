@@ -18,7 +18,7 @@ from headway_executor.models.expert_tensors import expert_shapes
 from headway_executor.models.latent_tensors import latent_shapes
 from headway_executor.models.layer_input_tensors import layer_input_shapes, own_input_shapes
 from headway_executor.models.recurrent_tensors import recurrent_shapes
-from headway_executor.models.stored_names import LAYERS, head_name, named_as_stored
+from headway_executor.models.stored_names import DECODER, LAYERS, head_name, named_as_stored
 from headway_executor.models.tensor_names import TensorNames
 
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -215,12 +215,15 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, quantization: str
     modules = frozenset(name for name in ignored if name.endswith("."))
     unread = {name for name in checkpoint.headers if name.startswith(beyond) or (modules and _is_in(modules, name))}
     if config.names.is_part:
-        own = (
-            config.names.layer.partition(LAYERS if LAYERS in config.names.layer else "{}")[0],
-            *(head.removesuffix("weight") for head in config.names.heads),
-        )
+        own = (_own_front(config.names), *(head.removesuffix("weight") for head in config.names.heads))
         unread |= {name for name in checkpoint.headers if not name.startswith(own)}
     checkpoint.check(expected_tensors(config, checkpoint), ignored | unread)
+
+
+def _own_front(names: TensorNames) -> str:
+    """What the names of a part begin with. Where nothing more is in front of it, others may stand beside its layers."""
+    decoder, layers = names.layer.partition(LAYERS)[0], names.layer.partition("{}")[0]
+    return layers if decoder in (DECODER, names.layer) else decoder
 
 
 def _is_in(modules: frozenset[str], name: str) -> bool:

@@ -235,6 +235,9 @@ _KNOWN_CODE = frozenset(
     {
         "modeling_afmoe.AfmoeForCausalLM",
         "modeling_bitnet.BitNetForCausalLM",
+        "llava_qwen.LlavaQwen2ForCausalLM",
+        "modeling.NemotronH_Nano_Omni_Reasoning_V3",
+        "modeling.NemotronH_Nano_VL_V2",
         "modeling_phi3.Phi3ForCausalLM",
         "modeling_phimoe.PhiMoEForCausalLM",
         "modeling_deepseek.DeepseekV2ForCausalLM",

@@ -22,8 +22,8 @@ from headway_executor.models.families.routing import read_routing
 from headway_executor.models.tensor_names import ExpertNames, TensorNames
 
 _NAMES = ExpertNames(correction="mlp.moe_statics.e_score_correction_bias")
-_UNREAD = ("model.mtp_", "model.vision_model.", "model.resampler_model.")
-"""Layers that predict further tokens, a model that sees, and what is between that and the text."""
+_FURTHER_TOKENS = ("model.mtp_",)
+"""Layers that predict further tokens, which nothing reads."""
 
 _OF_BOTH = ("moe_num_experts", "moe_intermediate_size")
 
@@ -97,6 +97,6 @@ def _read(
         feed_forward=feed_forward,
         norm=read_rms_norm(fields, eps=1e-5),
         theta=500_000.0,
-        names=TensorNames(ignored_prefixes=_UNREAD, ignored=(*TensorNames().ignored, *ignored)),
+        names=TensorNames(ignored_prefixes=_FURTHER_TOKENS, ignored=(*TensorNames().ignored, *ignored)),
         tied=True,
     )

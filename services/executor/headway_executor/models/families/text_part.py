@@ -213,9 +213,12 @@ _TEXTS = {
     "glm4v_text": _GLM4V,
     "gpt_oss": _Text("GptOssForCausalLM"),
     "granite": _Text("GraniteForCausalLM"),
+    "granite4_vision_text": _Text("GraniteForCausalLM", _LLAMA),
+    "granitemoehybrid": _Text("GraniteMoeHybridForCausalLM"),
     "hyperclovax": _Text("HyperCLOVAXForCausalLM"),
     "lfm2": _Text("Lfm2ForCausalLM"),
     "lfm3": _Text("Lfm3ForCausalLM", _LFM3),
+    "lightonocr_text": _Text("Qwen3ForCausalLM"),
     "llama": _Text("LlamaForCausalLM", _LLAMA),
     "ministral3": _Text("Ministral3ForCausalLM"),
     "mistral": _Text("MistralForCausalLM", _LLAMA | {"intermediate_size": 14_336, "num_key_value_heads": 8}),
@@ -237,12 +240,14 @@ _OPEN = {
     "Glm46V": "glm4v_text",
     "Exaone4_5_": "exaone4",
     "FastVlm": "qwen2",
+    "Granite4Vision": "granite4_vision_text",
     "HyperCLOVAXVisionV2": "hyperclovax",
     "Idefics2": "mistral",
     "Idefics3": "llama",
     "InternVL": "qwen2",
     "Lfm2Vl": "lfm2",
     "Lfm3Vl": "lfm3",
+    "LightOnOCR": "qwen3",
     "LightOnOcr": "qwen3",
     "Llava": "llama",
     "LlavaNext": "llama",
@@ -272,13 +277,13 @@ _OWN = {
     "Glm4v": _GLM4V,
     "Glm4vMoe": _GLM4V_MOE,
     "GlmOcr": _GLM_OCR,
-    "Granite4Vision": _Text("GraniteForCausalLM", _LLAMA),
     "HunYuanVL": _HUNYUAN_VL,
     "KimiK25": _KIMI,
     "Kimi_K25": _KIMI,
     "Llama4": _Text("Llama4ForCausalLM"),
     "Molmo2": _Text("Molmo2TextForCausalLM", _MOLMO2),
     "MuseGlimmer": _Text("MuseGlimmerForCausalLM", _MUSE_GLIMMER),
+    "NemotronHOmni": _Text("NemotronHForCausalLM"),
     "PaddleOCRVL": _PADDLE_OCR,
     "Qwen2VL": _QWEN2_VL,
     "Qwen2_5Omni": _QWEN2_5_OMNI,
@@ -300,11 +305,18 @@ _NAMED = dict.fromkeys(("KimiK25", "Kimi_K25"), ("deepseek_v3", "kimi_k2"))
 _PARTS = dict.fromkeys(("Qwen2_5Omni", "Qwen3OmniMoe"), "thinker_config")
 """What is in these a whole by itself, beside a part that speaks, and has the text."""
 
-_PUBLISHED_AS = {"HCXVisionV2ForCausalLM": "HyperCLOVAXVisionV2", "Qwen2_5OmniModel": "Qwen2_5Omni"}
+_PUBLISHED_AS = {
+    "HCXVisionV2ForCausalLM": "HyperCLOVAXVisionV2",
+    "LlavaQwen2ForCausalLM": "FastVlm",
+    "NemotronH_Nano_Omni_Reasoning_V3": "NemotronHOmni",
+    "NemotronH_Nano_VL_V2": "NemotronHOmni",
+    "NemotronH_Omni_Reasoning_V3": "NemotronHOmni",
+    "Qwen2_5OmniModel": "Qwen2_5Omni",
+}
 """Other names of wholes."""
 
-_CHAT, _CHAT_CONFIG = "InternVLChatModel", "llm_config"
-"""A whole as it was published before transformers had it, and where its text's fields are."""
+_CHAT, _OTHER_CONFIG = "InternVLChatModel", "llm_config"
+"""A whole as it was published before transformers had it, and where it and others have their text's fields."""
 
 _SECTIONED = {"mrope": "default", "xdrope": "dynamic"}
 """What kinds of ropes of sections are in a text."""
@@ -339,7 +351,7 @@ def text_part_of(fields: ConfigFields) -> ConfigFields | None:
     part = fields.section(_PARTS[whole]) if whole in _PARTS else None
     if part is not None:
         fields = ConfigFields(part.source, {**fields.values, **part.values})
-    inner = fields.section(_CHAT_CONFIG if name == _CHAT else TEXT_CONFIG)
+    inner = fields.section(TEXT_CONFIG) or fields.section(_OTHER_CONFIG)
     text = _text_of(fields, inner, whole)
     # Qwen2-VL was published with the fields of its text beside those of the whole.
     values = dict((inner or fields).values)
