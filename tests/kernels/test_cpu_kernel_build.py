@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway_kernels.cpu.library import runs_here
+from headway_executor.backend import BackendConfigError
+from headway_executor.host import host_report
+from headway_executor.models.compiled import checked_library
+from headway_kernels.cpu import library as library_module
+from headway_kernels.cpu.library import StaleKernelsError, installed_variants, load_library, runs_here
 
 BUILD_FILE = Path(__file__).resolve().parents[2] / "kernels" / "headway_kernels" / "cpu" / "build.py"
 SOURCE = """
@@ -171,3 +175,23 @@ def test_the_compiler_makes_a_library_that_loads(build, sources, tmp_path, monke
     build.build_libraries(sources, tmp_path, report=lines.append)
     assert lines == [f"{library.name}: up to date"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [library.name, "sources"]
+
+
+def test_a_library_of_other_sources_is_not_used(sources, monkeypatch):
+    """Its structs may have other fields than Python fills: a process would end without a word."""
+    usable = [path for path in installed_variants() if runs_here(path)]
+    if not usable:
+        pytest.skip("the CPU kernels are not installed")
+    load_library.cache_clear()
+    assert load_library().variant == library_module.variant_of(usable[0])
+    load_library.cache_clear()
+    monkeypatch.setattr(library_module, "SOURCES", sources)
+    message = f"{usable[0].name} was compiled of other sources than are here; run: make kernels"
+    with pytest.raises(StaleKernelsError, match=f"^{message}$"):
+        load_library()
+    with pytest.raises(BackendConfigError, match=f"^{message}$"):
+        checked_library()
+    report = host_report._kernel_variants()
+    assert (report.used, report.problem) == ("", f"{message}; no model starts on the CPU before")
+    monkeypatch.setattr(library_module, "SOURCES", sources / "none")
+    assert load_library() is not None, "a wheel has no sources"

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,8 +47,12 @@ _INSTRUCTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
 _ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 
 # A library contains the digest of its sources, options and compiler, so that one rename replaces both.
+# That of its sources alone is what a process that loads it compares.
 _STAMP = "headway-cpu-kernels:"
-_STAMP_SOURCE = '__attribute__((visibility("default"), used)) const char headway_cpu_kernels_stamp[] = "{}";\n'
+_STAMP_SOURCE = """\
+__attribute__((visibility("default"), used)) const char headway_cpu_kernels_stamp[] = "{stamp}";
+__attribute__((visibility("default"), used)) const char headway_cpu_kernels_sources[] = "{sources}";
+"""
 
 Report = Callable[[str], None]
 
@@ -116,12 +120,20 @@ def read_sources(directory: Path) -> dict[str, bytes]:
 
 def stamp_of(sources: dict[str, bytes], variant: Variant, compiler_version: str) -> str:
     """The stamp in a library of these sources, variant and compiler."""
-    parts = [compiler_version.encode(), " ".join(variant.options).encode(), Path(__file__).read_bytes()]
-    parts += [part for name, content in sources.items() for part in (name.encode(), content)]
+    made_with = (compiler_version.encode(), " ".join(variant.options).encode(), Path(__file__).read_bytes())
+    return _STAMP + _digest([*made_with, digest_of(sources).encode()])
+
+
+def digest_of(sources: dict[str, bytes]) -> str:
+    """Of the sources alone; a library has it as ``headway_cpu_kernels_sources``."""
+    return _digest(part for name, content in sources.items() for part in (name.encode(), content))
+
+
+def _digest(parts: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(b"%d:%b" % (len(part), part))
-    return _STAMP + digest.hexdigest()
+    return digest.hexdigest()
 
 
 def is_up_to_date(library: Path, stamp: str) -> bool:
@@ -154,7 +166,7 @@ def compile_library(
     code.mkdir()
     for name, content in sources.items():
         (code / name).write_bytes(content)
-    (code / "stamp.c").write_text(_STAMP_SOURCE.format(stamp))
+    (code / "stamp.c").write_text(_STAMP_SOURCE.format(stamp=stamp, sources=digest_of(sources)))
     units = [name for name in sources if name.endswith(".c")]
     # -P: files in the working directory must not hide the standard library.
     command = [sys.executable, "-P", "-m", COMPILER, "cc", *_OPTIONS, *variant.options]

@@ -7,6 +7,7 @@ The library gets addresses, so every object here keeps its arrays alive. Every c
 
 import ctypes
 import functools
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway_kernels.cpu.build import instruction_sets_here
+from headway_kernels.cpu.build import SOURCES, digest_of, instruction_sets_here, read_sources
 from headway_kernels.cpu.coded_weight import CodedWeight, of_4_bits
 
 _DIRECTORY = Path(__file__).parent
@@ -32,6 +33,7 @@ _FEATURES = {
 _PAIRS = ("avx512", "avx512_bf16")
 """The variant with an instruction for pairs of bfloat16s, and the feature that not all of its processors have."""
 
+_DIGITS = 2 * hashlib.sha256().digest_size
 _NEED_PERMISSION = frozenset({"amx"})
 """Variants whose registers a process must ask the system for; virtual machines may refuse."""
 
@@ -59,11 +61,23 @@ class BlockForm(IntEnum):
     TABLE4 = 9
 
 
+class StaleKernelsError(Exception):
+    """A library was compiled of other sources than those beside it: its structs may have other fields."""
+
+
 class CpuLibrary:
-    """One loaded variant. Raises ``PermissionError``: the system does not allow its registers."""
+    """One loaded variant.
+
+    Raises:
+        PermissionError: the system does not allow its registers.
+        StaleKernelsError: its sources are here, and are others.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.functions = _declared(ctypes.CDLL(str(path)))
+        loaded = ctypes.CDLL(str(path))
+        if SOURCES.is_dir() and _sources_in(loaded) != digest_of(read_sources(SOURCES)):
+            raise StaleKernelsError(f"{path.name} was compiled of other sources than are here; run: make kernels")
+        self.functions = _declared(loaded)
         self.variant = variant_of(path)
         if not self.functions.headway_permitted():
             raise PermissionError(f"the system does not let this process use the processor's {self.variant}")
@@ -78,6 +92,14 @@ class CpuLibrary:
     def padded_head_dim(self, head_dim: int) -> int:
         """Round up to whole vector registers."""
         return rounded(head_dim, self.lanes)
+
+
+def _sources_in(loaded: ctypes.CDLL) -> str:
+    """The digest of what a library was compiled of; empty if it does not say."""
+    try:
+        return (ctypes.c_char * _DIGITS).in_dll(loaded, "headway_cpu_kernels_sources").value.decode()
+    except ValueError:
+        return ""
 
 
 def _declared(functions: ctypes.CDLL) -> Any:
@@ -116,7 +138,7 @@ def _declared(functions: ctypes.CDLL) -> Any:
 
 @functools.cache
 def load_library() -> CpuLibrary | None:
-    """The best installed variant for this processor, or None."""
+    """The best installed variant for this processor, or None. Raises ``StaleKernelsError``: see ``CpuLibrary``."""
     for path in installed_variants():
         if runs_here(path):
             return CpuLibrary(path)

@@ -18,7 +18,7 @@ from headway_executor.memory.host_pool import num_host_blocks
 from headway_executor.memory.kv_pool import CODES, KvPool, free_bytes, num_pool_blocks
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters, on_device
-from headway_executor.models.compiled import CompiledModel, kernels_lack, library_for, part_for
+from headway_executor.models.compiled import CompiledModel, checked_library, kernels_lack, library_for, part_for
 from headway_executor.models.compiled_adapters import adapters_for
 from headway_executor.models.compiled_loading import compiled_layout, load_compiled
 from headway_executor.models.config import ModelConfig
@@ -36,7 +36,7 @@ from headway_executor.ranks.group import RankGroup
 from headway_executor.sampling.sampler import Sampler
 from headway_executor.sampling.speculation.draft_model import DraftForward, DraftModel
 from headway_executor.setting_checks import TORCH, option_of
-from headway_kernels.cpu.library import CpuLibrary, load_library
+from headway_kernels.cpu.library import CpuLibrary
 from headway_process.addresses import is_loopback
 from headway_process.processors import num_usable_cores
 from headway_proto.wording import shown
@@ -59,7 +59,7 @@ def joined(config: BackendConfig) -> RankGroup | None:
     asked = option_of(config, TORCH, "rank_transport")
     is_on_host = is_loopback(config.place.rendezvous.rpartition(":")[0])
     is_switched = asked == "zmq" or (asked == "auto" and not is_on_host)
-    library = None if is_switched or asked == "gloo" else load_library()
+    library = None if is_switched or asked == "gloo" else checked_library()
     group = RankGroup(config.place, library, is_switched=is_switched, keys=config.rank_keys)
     if asked == "shared" and not group.is_shared:
         raise BackendConfigError(

@@ -17,7 +17,7 @@ import torch
 from headway_executor.host.torch_build import cuda_advice
 from headway_executor.memory.host_memory import free_host_bytes
 from headway_kernels.cpu.build import variants_here
-from headway_kernels.cpu.library import installed_variants, runs_here, variant_of
+from headway_kernels.cpu.library import StaleKernelsError, installed_variants, load_library, runs_here, variant_of
 from headway_proto.wording import one_line
 
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
@@ -75,15 +75,19 @@ def examine_host() -> HostReport:
 
 def _kernel_variants() -> KernelVariants:
     paths = installed_variants()
-    usable = [path for path in paths if runs_here(path)]
-    problem = ""
+    usable, problem = [], ""
+    try:
+        usable = [path for path in paths if runs_here(path)]
+        load_library()
+    except StaleKernelsError as error:
+        usable, problem = [], f"{error}; no model starts on the CPU before"
     if not variants_here():
         problem = f"there are none for {platform.system()} on {platform.machine()}: PyTorch operators run instead"
     elif not paths:
         problem = (
             "not compiled, PyTorch operators run instead; run: make kernels, or python -m headway_kernels.cpu.build"
         )
-    elif not usable:
+    elif not usable and not problem:
         problem = "this processor runs none of them: PyTorch operators run instead"
     return KernelVariants(
         installed=tuple(variant_of(path) for path in paths),

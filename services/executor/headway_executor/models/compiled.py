@@ -8,6 +8,7 @@ A row's logits have the same bits in any step and with any chunks, but not with 
 import torch
 from torch import Tensor
 
+from headway_executor.backend import BackendConfigError
 from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.config import ModelConfig
@@ -17,21 +18,28 @@ from headway_executor.models.part import ModelPart, part_of
 from headway_executor.models.recurrence import RowStates
 from headway_executor.models.stage import Stage
 from headway_executor.rank_place import RankPlace
-from headway_kernels.cpu.decoder import (
-    Decoder,
-)
-from headway_kernels.cpu.library import (
-    CpuLibrary,
-    load_library,
-)
+from headway_kernels.cpu.decoder import Decoder
+from headway_kernels.cpu.library import CpuLibrary, StaleKernelsError, load_library
 from headway_kernels.cpu.recurrence import MOST_TAPS
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def library_for(device: torch.device, dtype: torch.dtype) -> CpuLibrary | None:
-    """Return the kernels if this processor and the settings allow them."""
-    return load_library() if device.type == "cpu" and dtype in _DTYPES else None
+    """Return the kernels if this processor and the settings allow them.
+
+    Raises:
+        BackendConfigError: they were compiled of other sources.
+    """
+    return checked_library() if device.type == "cpu" and dtype in _DTYPES else None
+
+
+def checked_library() -> CpuLibrary | None:
+    """Return the kernels that this processor runs. Raises ``BackendConfigError``: they were compiled of other sources."""
+    try:
+        return load_library()
+    except StaleKernelsError as error:
+        raise BackendConfigError(str(error)) from None
 
 
 def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> str:
