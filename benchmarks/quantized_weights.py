@@ -5,6 +5,7 @@ Owns: scoring a text with the executor's own model code, decode steps in turns. 
     python benchmarks/quantized_weights.py --json result.json
     python benchmarks/quantized_weights.py --model DIR --text held_out.txt --rounds 0
     python benchmarks/quantized_weights.py --threads 1 --clock processor
+    python benchmarks/quantized_weights.py --variant avx2 --rows 1,8,16,24,32,64
 
 With the processor's clock, a second is one of this process's own, so other programs disturb less.
 
@@ -33,7 +34,7 @@ import headway
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.compiled_loading import load_compiled
 from headway_executor.models.families import read_model_config
-from headway_kernels.cpu.library import CpuLibrary, load_library
+from headway_kernels.cpu.library import CpuLibrary, installed_variants, runs_here, variant_of
 from program import count, count_or_none, counts, parser_of, provenance, write_result
 from torch_cpu import write_checkpoint
 
@@ -177,19 +178,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=count, default=16, help="decode steps of a round")
     parser.add_argument("--rounds", type=count_or_none, default=7, help="0: only the losses")
     parser.add_argument("--threads", type=count, default=2)
+    variants = {variant_of(path): path for path in installed_variants() if runs_here(path)}
+    if not variants:
+        parser.error("the CPU kernels are not installed, or do not run on this processor")
+    best = next(iter(variants))
+    parser.add_argument("--variant", choices=variants, default=best, help="of the instruction sets (default: the best)")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: only with --threads 1")
     arguments = parser.parse_args()
     if arguments.clock == "processor" and arguments.threads > 1:
         parser.error(f"--clock processor measures one thread; --threads is {arguments.threads}; allowed: 1")
+    arguments.library = CpuLibrary(variants[arguments.variant])
     return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
     token_ids = held_out_tokens(arguments.model, arguments.text, arguments.tokens)
-    library = load_library()
-    if library is None:
-        raise SystemExit("the CPU kernels are not installed, or do not run on this processor")
+    library: CpuLibrary = arguments.library
     losses = {
         precision: held_out_loss(library, arguments.model, token_ids, arguments.window, precision)
         for precision in dict.fromkeys(form.precision for form in FORMS)

@@ -19,7 +19,8 @@ from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.compiled import CompiledModel
 from headway_executor.models.compiled_loading import compiled_layout, load_compiled
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.eager import EagerModel, load_eager
+from headway_executor.models.eager import EagerModel
+from headway_executor.models.eager_loading import load_eager
 from headway_executor.models.families import read_model_config
 from headway_executor.models.forward import ForwardPass, StepRows, last_tokens
 from headway_executor.models.kv_layout import KvLayout, vectors_layout

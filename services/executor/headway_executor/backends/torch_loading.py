@@ -22,7 +22,8 @@ from headway_executor.models.compiled import CompiledModel, checked_library, ker
 from headway_executor.models.compiled_adapters import adapters_for
 from headway_executor.models.compiled_loading import compiled_layout, load_compiled
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.eager import EagerModel, load_eager
+from headway_executor.models.eager import EagerModel
+from headway_executor.models.eager_loading import load_eager
 from headway_executor.models.forward import ForwardPass
 from headway_executor.models.kv_layout import KvLayout, vectors_layout
 from headway_executor.models.model_settings import ModelSettings, require_head, require_head_of_draft
