@@ -21,6 +21,9 @@ measured when it opened, and so many bytes copied and checked twice in this proc
 is at most copy_ms + 2 ms. ``pull_ms`` is what the second executor waited for the blocks of a step, in the mean of its
 metrics; the first one begins to copy when the first token is on its way.
 
+With ``--scheduler-core 1`` on two cores, the scheduler shares a core with the executor that decodes, and need not wait for
+the one that copies.
+
 ``beside`` has the gaps between later tokens, in the second executor alone: a step and what surrounds it. Of these gaps,
 ``beside_within`` is the share within the median step + 2 ms: a hand-off, which has all that these have and its copy
 besides, cannot be expected to do better on this machine.
@@ -39,6 +42,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 
 from headway.client import Client
 from headway_executor.block_store.records import BlockRecords, checksums_fit
@@ -47,7 +51,7 @@ from headway_lab.flight.cells import HandOff, StepCollector, StepRange, hand_off
 from headway_lab.flight.source import Flight
 from headway_proto import generation_pb2 as api
 from plain_call import Message, PlainCaller
-from program import count, parser_of, provenance, write_result
+from program import count, count_or_none, parser_of, provenance, write_result
 from served import figures_at, row_of_free_ports, served
 
 NUM_EXECUTORS = 2
@@ -109,6 +113,14 @@ def _wait_until_joined(client: Client) -> None:
         time.sleep(_POLL_S)
 
 
+def keep_scheduler_on(core: int) -> None:
+    """Let the scheduler of this process's server run on one core alone."""
+    for process in psutil.Process().children(recursive=True):
+        if "scheduler" in process.cmdline()[:5]:
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {core})
+
+
 def hand_offs_of(log: Path) -> tuple[dict[str, HandOff], float]:
     """Return the recorded hand-offs by request, and the microseconds to move a block, measured at opening."""
     flight, collector = Flight(str(log)), StepCollector(_ALL_STEPS)
@@ -143,6 +155,8 @@ def run_backend(backend: str, arguments: argparse.Namespace) -> dict[str, object
         metrics_port = row_of_free_ports(_PORTS)
         flags += ["--metrics-port", str(metrics_port), "--flight-log", directory]
         with served("--backend", backend, *flags) as address:
+            if arguments.scheduler_core is not None:
+                keep_scheduler_on(arguments.scheduler_core)
             times = run_requests(address, arguments)
             pulled = figures_at(metrics_port + NUM_EXECUTORS)
         found, swap_us = hand_offs_of(Path(directory))
@@ -222,6 +236,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=count, default=4, help="of each answer, 3 or more (default: 4)")
     parser.add_argument("--step-ms", type=float, default=10.0, help="time of a simulated step (default: 10)")
     parser.add_argument("--num-kv-blocks", type=count, default=512, help="of 16 tokens of each (default: 512)")
+    parser.add_argument("--scheduler-core", type=count_or_none, help="keep the scheduler on this core (default: any)")
     parser.add_argument("--serve-flags", default="", help="more of headway serve, with commas between them")
     return parser.parse_args(words)
 
