@@ -108,7 +108,7 @@ def _slow_checks() -> list[Task]:
             ("benchmarks/handoff.py",),
             150,
             400,
-            (*_SERVICES, "headway_lab.flight.cells"),
+            (*_SERVICES, "headway_lab.flight.cells", "psutil"),
         ),
         Task("doctor", ("-m", "headway", "doctor", "--shape", "llama-3-8b"), 40, 120, ("headway_lab.doctor.command",)),
     ]
