@@ -62,11 +62,19 @@ CASES = [
     product("DeepSeek V3", DEEPSEEK, "bf16", "FP8_PAIRS", (4096, 7168), 128),
     product("gpt-oss", GPT_OSS, "fp32", "DENSE", (2880, 2880), has_bias=True, gathers=False),
     CompileCase(
+        "weigh_pairs",
+        expert_kernels.weigh_pairs_kernel,
+        {"rows": "*bf16", "order": "*i32", "weights": "*fp32", "stride": "i32"},
+        {"WIDTH": 16384, "BLOCK": module.CHANNELS_PER_PROGRAM},
+        num_warps=module.NUM_WARPS,
+        aligned=("rows", "order", "weights", "stride"),
+    ),
+    CompileCase(
         "add_pairs",
         expert_kernels.add_pairs_kernel,
         {"given": "*bf16", "chosen": "*i32", "weights": "*fp32", "shared": "*bf16", "gates": "*bf16", "out": "*bf16"}
         | dict.fromkeys(("given_stride", "shared_stride", "gate_stride", "out_stride"), "i32"),
-        {"WIDTH": 2048, "NUM_EXPERTS": 128, "NUM_CHOSEN": 8, "HAS_SHARED": True, "HAS_GATE": True}
+        {"WIDTH": 2048, "NUM_EXPERTS": 128, "NUM_CHOSEN": 8, "WEIGHS": True, "HAS_SHARED": True, "HAS_GATE": True}
         | {"BLOCK": module.CHANNELS_PER_PROGRAM},
         num_warps=module.NUM_WARPS,
         aligned=("given", "weights", "shared", "out", "given_stride", "shared_stride", "out_stride"),

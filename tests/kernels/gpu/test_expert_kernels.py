@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from headway_kernels import reference
 from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_4_bits
 from headway_kernels.experts import choose_experts
-from headway_kernels.gpu.experts.grouped import ExpertPairs, add_pairs, choose, multiply_pairs, sort_pairs
+from headway_kernels.gpu.experts.grouped import (
+    ExpertPairs,
+    add_pairs,
+    choose,
+    multiply_pairs,
+    sort_pairs,
+    weigh_pairs,
+)
 from headway_kernels.gpu.linear.weights import coded, dense, quantized, stacked
 from headway_kernels.routing import Routing, Scoring
 
@@ -205,6 +212,26 @@ def test_pairs_are_added_in_their_order(kernel_device, dtype, has_shared, has_ga
     given_rows[8:12] = 0
     expected = reference.add_pairs(given_rows.view(5, 4, 70), pairs.weights.cpu(), shared=shared, gates=gates)
     torch.testing.assert_close(out.cpu(), expected.to(dtype), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weighed_pairs_are_added_without_weights(kernel_device, dtype):
+    routing = ROUTINGS["qwen"]
+    pairs = Chosen(kernel_device, routing, drawn(5, 6), padding=(2,)).pairs()
+    by_pair = drawn(20, 70, seed=3).to(dtype)
+    order = pairs.order[:16].long().cpu()
+    rows = torch.full((20, 73), torch.nan, dtype=dtype, device=kernel_device)
+    rows[:16, :70] = by_pair[order].to(kernel_device)
+    weigh_pairs(rows[:, :70], pairs)
+    weights = pairs.weights.cpu().flatten()
+    expected = by_pair.double() * weights.double()[:, None]
+    torch.testing.assert_close(rows[:16, :70].cpu(), expected[order].to(dtype), **TOLERANCE[dtype])
+    assert rows[:, 70:].isnan().all()
+    out = torch.empty(5, 70, dtype=dtype, device=kernel_device)
+    add_pairs(by_pair.to(kernel_device), pairs, out, shared=None, gates=None, weighs=False)
+    sums = by_pair.double().view(5, 4, 70).sum(1)
+    sums[2] = 0
+    torch.testing.assert_close(out.cpu(), sums.to(dtype), **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("kind", ["dense", "int4"])

@@ -22,6 +22,7 @@ from headway_kernels.gpu.experts.kernels import (
     choose_kernel,
     multiply_pairs_kernel,
     sort_pairs_kernel,
+    weigh_pairs_kernel,
 )
 from headway_kernels.gpu.float8 import has_e4m3
 from headway_kernels.gpu.linear.quantized import Tiling
@@ -204,11 +205,37 @@ def most_tiles(pairs: ExpertPairs, tiling: Tiling) -> int:
     return num_pairs // tiling.tokens + min(len(pairs.ends), num_pairs)
 
 
-def add_pairs(given: Tensor, pairs: ExpertPairs, out: Tensor, *, shared: Tensor | None, gates: Tensor | None) -> None:
-    """``out`` = the results of each token's pairs, weighed, first to last, then ``shared`` times the sigmoid of ``gates``.
+def weigh_pairs(rows: Tensor, pairs: ExpertPairs) -> None:
+    """Multiply the row of each pair by its weight, in place: ``rows`` floating, ``[pairs, C]``, sorted, any row stride."""
+    num_pairs, width = rows.shape
+    if num_pairs == 0:
+        return
+    weigh_pairs_kernel[(num_pairs, triton.cdiv(width, CHANNELS_PER_PROGRAM))](
+        rows,
+        pairs.order,
+        pairs.weights,
+        rows.stride(0),
+        WIDTH=width,
+        BLOCK=CHANNELS_PER_PROGRAM,
+        num_warps=NUM_WARPS,
+        **dependent_launch(rows.device),
+    )
+
+
+def add_pairs(
+    given: Tensor,
+    pairs: ExpertPairs,
+    out: Tensor,
+    *,
+    shared: Tensor | None,
+    gates: Tensor | None,
+    weighs: bool = True,
+) -> None:
+    """``out`` = the results of each token's pairs, first to last, then ``shared`` times the sigmoid of ``gates``.
 
     ``given`` ``[T * num_chosen, C]``, ``out`` and ``shared`` (or None) ``[T, C]``, one dtype, any row stride; ``gates``
-    floating, ``[T]``, any stride, or None: 1. Sums are float32, rounded once. Padding gets zeros, and what is shared.
+    floating, ``[T]``, any stride, or None: 1. If it ``weighs``, results are multiplied by the weights of their pairs. Sums
+    are float32, rounded once. Padding gets zeros, and what is shared.
     """
     num_tokens, width = out.shape
     if num_tokens == 0:
@@ -227,6 +254,7 @@ def add_pairs(given: Tensor, pairs: ExpertPairs, out: Tensor, *, shared: Tensor 
         WIDTH=width,
         NUM_EXPERTS=len(pairs.ends),
         NUM_CHOSEN=pairs.chosen.shape[1],
+        WEIGHS=weighs,
         HAS_SHARED=shared is not None,
         HAS_GATE=gates is not None,
         BLOCK=CHANNELS_PER_PROGRAM,

@@ -254,6 +254,26 @@ def tile_of_pairs(ordinal, ends, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.co
 
 
 @triton.jit
+def weigh_pairs_kernel(
+    rows,
+    order,
+    weights,
+    stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has some channels of a pair. A row of padding is multiplied by anything: nobody reads it."""
+    await_grid(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within = channels < WIDTH
+    pointers = rows + place * stride + channels
+    weighed = tl.load(pointers, mask=within, other=0.0).to(tl.float32) * tl.load(weights + tl.load(order + place))
+    tl.store(pointers, weighed.to(rows.dtype.element_ty), mask=within)
+
+
+@triton.jit
 def add_pairs_kernel(
     given,
     chosen,
@@ -268,6 +288,7 @@ def add_pairs_kernel(
     WIDTH: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
+    WEIGHS: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     HAS_GATE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -284,7 +305,9 @@ def add_pairs_kernel(
         # Not "& (expert < NUM_EXPERTS)": Triton's interpreter cannot broadcast what comparing a scalar gives.
         is_there = tl.where(within, tl.load(chosen + pair), NUM_EXPERTS) < NUM_EXPERTS
         row = tl.load(given + pair * given_stride + channels, mask=is_there, other=0.0).to(tl.float32)
-        sums += row * tl.load(weights + pair)
+        if WEIGHS:
+            row *= tl.load(weights + pair)
+        sums += row
     if HAS_SHARED:
         row = tl.load(shared + token * shared_stride + channels, mask=within, other=0.0).to(tl.float32)
         if HAS_GATE:

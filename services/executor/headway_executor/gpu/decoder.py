@@ -30,6 +30,7 @@ from headway_kernels.gpu.rows import expand_rows, gather_rows
 _FEATURES = DENSE | {
     Feature.NEAR_SHARES,
     Feature.EXPERTS,
+    Feature.WEIGHED_INPUTS,
     Feature.SINKS,
     Feature.LATENT,
     Feature.QUERY_GROWTH,

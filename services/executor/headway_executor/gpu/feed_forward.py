@@ -13,7 +13,7 @@ from headway_executor.gpu.activations import activation_of, gate_of
 from headway_executor.gpu.linear import AdaptedLinear, CodedLinear, DenseLinear, DeviceExperts, DeviceLinear
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
 from headway_kernels.gpu.activation import Gate
-from headway_kernels.gpu.experts.grouped import ExpertPairs, add_pairs, choose, sort_pairs
+from headway_kernels.gpu.experts.grouped import ExpertPairs, add_pairs, choose, sort_pairs, weigh_pairs
 
 
 class DeviceFeedForward(Protocol):
@@ -106,6 +106,7 @@ class ExpertFeedForward:
 
     def __init__(self, weights: ExpertWeights, feed: FeedForwardConfig, space: ExpertSpace) -> None:
         assert feed.experts is not None
+        assert not (feed.has_bias and feed.experts.routing.weighs_inputs)
         self._weights = weights
         self._routing = feed.experts.routing
         self._has_gate = feed.experts.has_shared_gate
@@ -122,6 +123,10 @@ class ExpertFeedForward:
         sort_pairs(pairs)
         gate_up, inner, given = space.gate_up[:num_pairs], space.inner[:num_pairs], space.given[:num_pairs]
         weights.gate_up(inputs, gate_up, pairs, gathers=True)
+        weighs_inputs = self._routing.weighs_inputs
+        if weighs_inputs:
+            # The product of a weighed input is the weighed product: no such model has biases here.
+            weigh_pairs(gate_up, pairs)
         self._activate(gate_up, inner)
         weights.down(inner, given, pairs, gathers=False)
         shared = None
@@ -129,4 +134,5 @@ class ExpertFeedForward:
             assert space.shared is not None
             shared = space.shared[:num_tokens]
             weights.shared(inputs, slots, shared)
-        add_pairs(given, pairs, out, shared=shared, gates=scores[:, -1] if self._has_gate else None)
+        gates = scores[:, -1] if self._has_gate else None
+        add_pairs(given, pairs, out, shared=shared, gates=gates, weighs=not weighs_inputs)
