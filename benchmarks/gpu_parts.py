@@ -18,13 +18,15 @@ import torch
 
 from gpu_device import Device
 from headway_executor.backends.triton_backend import TritonBackend
+from headway_executor.gpu import attention as of_attention
 from headway_executor.gpu import decoder as of_decoder
-from headway_executor.gpu.decoder import Decoder
+from headway_executor.gpu.attention import DeviceAttention
+from headway_executor.gpu.decoder import Decoder, LayerWeights
 from headway_executor.gpu.graphs import LaunchSize
 
 REPETITIONS = 10
-OF_LAYER = ("qkv", "output", "feed_forward")
-"""What a layer calls by itself; the rest are functions of the kernels."""
+OF_ATTENTION = ("qkv", "output")
+"""What attention calls by itself, as a layer its feed-forward; the rest are functions of the kernels."""
 
 Calls = dict[str, list[Callable[[], object]]]
 
@@ -81,22 +83,28 @@ def written_down(decoder: Decoder) -> Iterator[Calls]:
 
         return called
 
+    def written(layer: LayerWeights) -> LayerWeights:
+        assert isinstance(layer.mixing, DeviceAttention)
+        products = {name: wrapped(name, getattr(layer.mixing, name)) for name in OF_ATTENTION}
+        feed_forward = wrapped("feed_forward", layer.feed_forward)
+        return replace(layer, mixing=replace(layer.mixing, **products), feed_forward=feed_forward)
+
     weights = decoder._weights  # noqa: SLF001
-    layers = [
-        replace(layer, **{name: wrapped(name, getattr(layer, name)) for name in OF_LAYER}) for layer in weights.layers
-    ]
-    functions = {
-        name: value
-        for name, value in vars(of_decoder).items()
-        if isfunction(value) and value.__module__.startswith("headway_kernels.gpu")
-    }
-    decoder._weights = replace(weights, layers=tuple(layers))  # noqa: SLF001
-    vars(of_decoder).update({name: wrapped(name, function) for name, function in functions.items()})
+    modules = [vars(of_attention), vars(of_decoder)]
+    kept = [module.copy() for module in modules]
+    decoder._weights = replace(weights, layers=tuple(map(written, weights.layers)))  # noqa: SLF001
+    for module in modules:
+        module.update({name: wrapped(name, value) for name, value in module.items() if _is_of_kernels(value)})
     try:
         yield calls
     finally:
-        vars(of_decoder).update(functions)
+        for module, before in zip(modules, kept, strict=True):
+            module.update(before)
         decoder._weights = weights  # noqa: SLF001
+
+
+def _is_of_kernels(value: object) -> bool:
+    return isfunction(value) and value.__module__.startswith("headway_kernels.gpu")
 
 
 def _alone(device: Device, works: list[Callable[[], object]]) -> float:

@@ -278,7 +278,7 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
     has_numbers = kind in ("nf4", "nf4-nested")
     assert sum("widened to float32" in line for line in said) == has_numbers
     if sizes not in ("latent", "stacked") and kind != "gptq-own-orders" and not has_numbers:
-        qkv = backend._model.parts.target.decoder._weights.layers[0].qkv
+        qkv = backend._model.parts.target.decoder._weights.layers[0].mixing.qkv
         assert isinstance(
             getattr(qkv, "_product", qkv), CodedLinear
         )  # Where there may be adapters, they are around it.

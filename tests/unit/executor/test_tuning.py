@@ -97,10 +97,10 @@ def test_what_is_measured_is_what_a_model_gets(tmp_path, monkeypatch):
     backend = TritonBackend()
     settings = {"max_model_len": 32, "num_kv_blocks": 4, "max_num_seqs": 2, "quantization": "int8"}
     backend.open(BackendConfig(model=str(tmp_path / "model"), **settings))
-    decoder = backend._model.parts.target.decoder
-    assert decoder._tuning == found
-    assert decoder._tokens_per_tile == found.chunk.query_tile // 2
-    assert decoder._weights.layers[0].output._product._tilings == tunings.of_products(torch.float32)
+    attention = backend._model.parts.target.decoder._weights.layers[0].mixing
+    assert attention.space.tuning == found
+    assert attention.space._tokens_per_tile == found.chunk.query_tile // 2
+    assert attention.output._product._tilings == tunings.of_products(torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The decoder of all supported families, as kernels and products.
 
-Owns: weights, activations, launches. Must not know: graphs, sampling.
+Owns: embedding, norms, sums, the head, their memory. Must not know: how a token sees others, graphs, sampling.
 
 Nothing here allocates, waits, or depends on a value of the device, so a CUDA graph can capture it.
 """
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from headway_executor.backend import BackendConfigError, StepBatch
+from headway_executor.gpu.attention import AttentionSpace
 from headway_executor.gpu.device_rows import DeviceRows
+from headway_executor.gpu.device_step import DeviceStep, Mixing
 from headway_executor.gpu.feed_forward import DeviceFeedForward
 from headway_executor.gpu.linear import DeviceLinear
 from headway_executor.gpu.step_columns import ColumnViews
@@ -21,10 +23,8 @@ from headway_executor.models.decoder import capped_
 from headway_executor.models.features import DENSE, Feature, lacking
 from headway_executor.models.loading import NormTensors
 from headway_kernels.gpu.attention.long_chunks import LongAttention
-from headway_kernels.gpu.attention.paged import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
-from headway_kernels.gpu.attention.tuning import MOST_CHANNELS, AttentionTuning, tokens_per_tile
+from headway_kernels.gpu.attention.tuning import MOST_CHANNELS
 from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
-from headway_kernels.gpu.rotary import rotate_and_store
 from headway_kernels.gpu.rows import expand_rows, gather_rows
 
 _FEATURES = DENSE | {
@@ -55,23 +55,11 @@ def check_kernels_have(config: ModelConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """``qkv`` gives its parts side by side. Norms that a model does not have are None.
-
-    ``query_norm`` and ``key_norm`` are ``[head_dim]``, or as wide as all heads. A query sees ``window`` positions; None:
-    all. ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``; ``query_factors`` float32, ``[context]``, or None. ``sinks`` float32, ``[heads]``, or None.
-    """
+    """Norms that a model does not have are None."""
 
     attention_norm: NormTensors | None
-    qkv: DeviceLinear
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    cosines: Tensor
-    sines: Tensor
-    query_factors: Tensor | None
-    output: DeviceLinear
+    mixing: Mixing
     attention_post_norm: NormTensors | None
-    window: int | None
-    sinks: Tensor | None
     mlp_norm: NormTensors | None
     feed_forward: DeviceFeedForward
     mlp_post_norm: NormTensors | None
@@ -99,23 +87,19 @@ class _Activations:
             """Padding is never written: zeros keep NaN out of the products."""
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        query_width = config.num_heads * config.head_dim
         self.token_ids = space(num_tokens, kind=torch.int32)
         self.positions = space(num_tokens, kind=torch.int32)
         self.slots = space(num_tokens, kind=torch.int32)
         self.hidden = padded(num_tokens, config.hidden_size)
         self.normed = space(num_tokens, config.hidden_size)
         self.delta = space(num_tokens, config.hidden_size)
-        self.qkv_width = query_width + 2 * config.num_kv_heads * config.head_dim
-        self.qkv = space(num_tokens, self.qkv_width + (0 if config.attention.gates == "none" else query_width))
-        self.attended = padded(num_tokens, query_width)
         self.last = padded(num_rows, config.hidden_size)
         self.logits = space(num_rows, config.vocab_size)
 
 
 class Decoder:
-    """A loaded model. ``max_num_rows``: of a step; ``tuning``: of its attention, over keys and values as they are stored;
-    ``long_attention``: for long chunks, or None, as for others.
+    """A loaded model. ``attention``: what its layers share; ``max_num_rows``: of a step; ``long_attention``: for long chunks,
+    or None, as for others.
     """
 
     def __init__(
@@ -124,25 +108,20 @@ class Decoder:
         weights: DecoderWeights,
         rows: DeviceRows,
         columns: ColumnViews,
+        attention: AttentionSpace,
         *,
         max_num_tokens: int,
         max_num_rows: int,
         dtype: torch.dtype,
-        tuning: AttentionTuning,
         long_attention: LongAttention | None,
     ) -> None:
-        device = rows.token_store.device
         self._config = config
         self._weights = weights
         self._rows = rows
         self._columns = columns
-        self._space = _Activations(config, max_num_tokens, max_num_rows, dtype, device)
-        self._attention_space = AttentionWorkspace.allocate(max_num_rows, config.num_heads, config.head_dim, device)
-        self._plan = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
-        self._splits_per_item = torch.ones(1, dtype=torch.int32, device=device)
-        self._tuning = tuning
+        self._space = _Activations(config, max_num_tokens, max_num_rows, dtype, rows.token_store.device)
+        self._attention = attention
         self._long_attention = long_attention
-        self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, tuning)
 
     @property
     def num_layers(self) -> int:
@@ -175,53 +154,36 @@ class Decoder:
 
         ``pool`` is ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, of codes one wider.
         """
-        config, space, weights = self._config, self._space, self._weights
+        space, weights = self._space, self._weights
+        self._expand(num_tokens, num_rows)
         most_tokens = None if self._long_attention is None or long_chunks is None else self._long_attention.most_tokens
-        rows = self._expand(num_tokens, num_rows, most_tokens)
+        self._attention.begin(self._columns, self._rows.block_tables, num_rows, most_tokens)
         hidden, normed, delta = space.hidden[:num_tokens], space.normed[:num_tokens], space.delta[:num_tokens]
-        qkv, attended = space.qkv[:num_tokens], space.attended[:num_tokens]
-        slots = space.slots[:num_tokens]
+        step = DeviceStep(
+            positions=space.positions[:num_tokens],
+            slots=space.slots[:num_tokens],
+            pool=pool,
+            has_decodes=has_decodes,
+            has_chunks=has_chunks,
+            long_chunks=long_chunks,
+        )
         gather_rows(weights.embedding, space.token_ids[:num_tokens], hidden)
         if weights.positions is not None:
-            gather_rows(weights.positions, space.positions[:num_tokens], normed)
+            gather_rows(weights.positions, step.positions, normed)
             hidden.add_(normed)
         update: Tensor | None = None
-        for layer, layer_pool in zip(weights.layers, pool.unbind(0), strict=True):
-            layer.qkv(self._normed(hidden, update, layer.attention_norm, normed), qkv)
-            if config.is_parallel:
+        for layer in weights.layers:
+            inputs = self._normed(hidden, update, layer.attention_norm, normed)
+            layer.mixing(inputs, step, delta)
+            self._finish(delta, layer.attention_post_norm)
+            if self._config.is_parallel:
                 # Before anything is added to the hidden state.
                 self._normed(hidden, None, layer.mlp_norm, normed)
-            if config.attention.clip is not None and not config.attention.clips_normed:
-                qkv.clamp_(-config.attention.clip, config.attention.clip)
-            self._rotate(qkv, layer, layer_pool, num_tokens)
-            query = qkv[:, : config.num_heads * config.head_dim]
-            if long_chunks is not None:
-                long_chunks(query, layer_pool, attended)
-            paged_attention(
-                query,
-                layer_pool,
-                attended,
-                rows,
-                self._attention_space,
-                num_kv_heads=config.num_kv_heads,
-                scale=config.attention.scale,
-                window=layer.window,
-                soft_cap=config.attention.softcap,
-                sinks=layer.sinks,
-                has_decodes=has_decodes,
-                has_chunks=has_chunks,
-                tuning=self._tuning,
-            )
-            if config.attention.gates != "none":
-                attended.mul_(qkv[:, space.qkv_width :].sigmoid_())
-            layer.output(attended, delta)
-            self._finish(delta, layer.attention_post_norm)
-            if config.is_parallel:
                 hidden.add_(delta)
                 inputs = normed
             else:
                 inputs = self._normed(hidden, delta, layer.mlp_norm, normed)
-            layer.feed_forward(inputs, slots, delta)
+            layer.feed_forward(inputs, step.slots, delta)
             self._finish(delta, layer.mlp_post_norm)
             update = delta
         self._normed(hidden, update, weights.final_norm, normed)
@@ -264,7 +226,7 @@ class Decoder:
             logits.mul_(scalings.logits)
         return logits if scalings.logits_softcap is None else capped_(logits, scalings.logits_softcap)
 
-    def _expand(self, num_tokens: int, num_rows: int, most_tokens: int | None) -> AttentionRows:
+    def _expand(self, num_tokens: int, num_rows: int) -> None:
         space, columns = self._space, self._columns
         expand_rows(
             columns.rows[:num_rows],
@@ -276,44 +238,4 @@ class Decoder:
             space.positions[:num_tokens],
             space.slots[:num_tokens],
             block_size=self._rows.block_size,
-        )
-        rows = AttentionRows(
-            rows=columns.rows[:num_rows],
-            query_start=columns.query_start[: num_rows + 1],
-            kv_length=columns.kv_length[:num_rows],
-            block_tables=self._rows.block_tables,
-            split_ends=self._plan[0, :num_rows],
-            tile_ends=self._plan[1, :num_rows],
-            splits_per_item=self._splits_per_item,
-            tokens_per_tile=self._tokens_per_tile,
-        )
-        plan_attention(rows, self._config.num_kv_heads, most_tokens=most_tokens)
-        return rows
-
-    def _rotate(self, qkv: Tensor, layer: LayerWeights, layer_pool: Tensor, num_tokens: int) -> None:
-        config, space = self._config, self._space
-        by_head = config.attention.qk_norm != "all"
-        if config.attention.qk_norm == "all":
-            widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
-            norms = (layer.query_norm, layer.key_norm)
-            for part, norm in zip(torch.split(qkv[:, : sum(widths)], list(widths), dim=1), norms, strict=True):
-                assert norm is not None
-                add_rms_norm(part, None, norm, part, eps=config.norm.eps)
-        if config.attention.clip is not None and config.attention.clips_normed:
-            qkv.clamp_(-config.attention.clip, config.attention.clip)
-        rotate_and_store(
-            qkv,
-            space.positions[:num_tokens],
-            space.slots[:num_tokens],
-            layer.cosines,
-            layer.sines,
-            layer_pool,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            q_norm=layer.query_norm if by_head else None,
-            k_norm=layer.key_norm if by_head else None,
-            norms_rotated=config.attention.norms_rotated,
-            eps=config.norm.eps,
-            query_factors=layer.query_factors,
         )

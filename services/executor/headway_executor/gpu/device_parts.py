@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from headway_executor.backend import BackendConfig, StepBatch
+from headway_executor.gpu.attention import AttentionSpace
 from headway_executor.gpu.block_mover import BlockMover
 from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL, LibraryChoice
 from headway_executor.gpu.decoder import Decoder, DecoderWeights
@@ -32,6 +33,7 @@ from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.model_settings import ModelSettings
 from headway_executor.models.stored_names import TensorSource
 from headway_executor.setting_checks import TRITON, option_of
+from headway_kernels.gpu.attention.tuning import AttentionTuning
 
 _QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "int4": "int4", "fp8": "fp8"}
 _ACTIVATIONS: dict[str, Activations] = {"auto": "auto", "exact": "exact", "fp8": "fp8"}
@@ -123,10 +125,30 @@ class DeviceParts:
     ) -> DeviceModel:
         """A model over these rows and columns."""
         config, (model_config, dtype, _) = self.config, files.settings
+        tuning = self._tunings.of_attention(model_config.head_dim, dtype, is_coded=config.kv_cache_dtype == CODES)
+        attention = AttentionSpace(
+            model_config.attention,
+            tuning,
+            max_num_tokens=config.max_num_batched_tokens,
+            max_num_rows=most_rows,
+            dtype=dtype,
+            device=self.runtime.device,
+        )
+        decoder = Decoder(
+            model_config,
+            self._weights(files, adapters, attention),
+            self.rows,
+            self.upload.views,
+            attention,
+            max_num_tokens=config.max_num_batched_tokens,
+            max_num_rows=most_rows,
+            dtype=dtype,
+            long_attention=self._library(files, tuning).of(chunk_attention, config.max_num_batched_tokens),
+        )
         shape = (2 * model_config.num_kv_heads, config.block_size, model_config.head_dim)
         return DeviceModel(
             self.runtime,
-            self._decoder(files, self._weights(files, adapters), most_rows, chunk_attention),
+            decoder,
             stored_block(config.kv_cache_dtype, shape, dtype),
             most_rows=most_rows,
             most_tokens=config.max_num_batched_tokens,
@@ -134,7 +156,7 @@ class DeviceParts:
             adapters=adapters,
         )
 
-    def _weights(self, files: ModelFiles, adapters: DeviceAdapters | None) -> DecoderWeights:
+    def _weights(self, files: ModelFiles, adapters: DeviceAdapters | None, attention: AttentionSpace) -> DecoderWeights:
         config, (model_config, dtype, max_model_len) = self.config, files.settings
         return load_decoder(
             model_config,
@@ -145,34 +167,22 @@ class DeviceParts:
             quantization=_QUANTIZATIONS[config.quantization],
             activations=_ACTIVATIONS[option_of(config, TRITON, "activations")],
             adapters=adapters,
+            attention=attention,
             max_num_tokens=config.max_num_batched_tokens,
             progress=lambda done, total: config.progress("loading layers", done, total),
             warn=config.warn,
         )
 
-    def _decoder(self, files: ModelFiles, weights: DecoderWeights, most_rows: int, chunk_attention: str) -> Decoder:
+    def _library(self, files: ModelFiles, tuning: AttentionTuning) -> LibraryChoice:
         config, (model_config, dtype, _) = self.config, files.settings
-        is_coded = config.kv_cache_dtype == CODES
-        tuning = self._tunings.of_attention(model_config.head_dim, dtype, is_coded=is_coded)
-        library = LibraryChoice(
+        return LibraryChoice(
             model_config,
             dtype,
             tuning,
             self.runtime.device,
             block_size=config.block_size,
-            is_coded=is_coded,
+            is_coded=config.kv_cache_dtype == CODES,
             said=config.warn,
-        )
-        return Decoder(
-            model_config,
-            weights,
-            self.rows,
-            self.upload.views,
-            max_num_tokens=config.max_num_batched_tokens,
-            max_num_rows=most_rows,
-            dtype=dtype,
-            tuning=tuning,
-            long_attention=library.of(chunk_attention, config.max_num_batched_tokens),
         )
 
     def _draw(self) -> Callable[[Tensor], None]:

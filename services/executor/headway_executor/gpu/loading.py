@@ -9,6 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from headway_executor.gpu.attention import AttentionSpace, DeviceAttention
 from headway_executor.gpu.decoder import DecoderWeights, LayerWeights
 from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_executor.gpu.device_weights import Activations, DeviceWeights, QuantizationKind
@@ -45,12 +46,13 @@ def load_decoder(
     quantization: QuantizationKind | None,
     activations: Activations,
     adapters: DeviceAdapters | None,
+    attention: AttentionSpace,
     progress: Callable[[int, int], None],
     warn: Callable[[str], None],
 ) -> DecoderWeights:
     """Load to the device of ``tunings``, with memory for steps of ``max_num_tokens``; ``quantization`` spares embedding, head and routers.
 
-    ``adapters`` are of the steps that will run; None: there can be none.
+    ``adapters`` are of the steps that will run; None: there can be none. ``attention``: what all layers share.
     """
     device = tunings.device
     weights = DeviceWeights(
@@ -63,7 +65,7 @@ def load_decoder(
         max_num_tokens,
         warn,
     )
-    loader = _Loader(config, weights, adapters, max_model_len, max_num_tokens, dtype, device)
+    loader = _Loader(config, weights, adapters, attention, max_model_len, max_num_tokens, dtype, device)
     embedding = weights.here(weights.tensors.embedding(dtype))
     final_norm = weights.tensors.final_norm()
     assert final_norm is not None  # Only models whose norms are of sums lack it.
@@ -90,6 +92,7 @@ class _Loader:
         config: ModelConfig,
         weights: DeviceWeights,
         adapters: DeviceAdapters | None,
+        attention: AttentionSpace,
         max_model_len: int,
         max_num_tokens: int,
         dtype: torch.dtype,
@@ -99,6 +102,7 @@ class _Loader:
         self._weights = weights
         self._tensors = weights.tensors
         self._adapters = adapters
+        self._attention_space = attention
         self._device = device
         self._dtype = dtype
         latent = config.attention.latent
@@ -114,30 +118,39 @@ class _Loader:
         )
 
     def layer(self, index: int) -> LayerWeights:
-        config, names, tensors = self._config, self._config.names, self._tensors
-        layer = config.layers[index]
-        latent, sinks = tensors.latent(index), tensors.sinks(index)
-        query_norm, key_norm = _head_norms(config, tensors.head_norms.weight(index))
-        cosines, sines = self._table(layer.rope)
+        names, layer = self._config.names, self._config.layers[index]
         return LayerWeights(
             attention_norm=self._norm(index, names.attention_norm),
+            mixing=self._attention(index),
+            attention_post_norm=self._norm(index, names.attention_post_norm),
+            mlp_norm=self._norm(index, names.mlp_norm),
+            feed_forward=self._feed_forward(index, layer.feed_forward),
+            mlp_post_norm=self._norm(index, names.mlp_post_norm),
+        )
+
+    def _attention(self, index: int) -> DeviceAttention:
+        config, tensors = self._config, self._tensors
+        layer, latent, sinks = config.layers[index], tensors.latent(index), tensors.sinks(index)
+        query_norm, key_norm = _head_norms(config, tensors.head_norms.weight(index))
+        cosines, sines = self._table(layer.rope)
+        return DeviceAttention(
+            config=config.attention_of(index),
+            space=self._attention_space,
+            place=index,
             qkv=self._projection(index, AdapterSite.QKV, lambda read: read.qkv(index))
             if latent is None
             else self._latent(index, latent),
             query_norm=None if query_norm is None else self._norm_weight(query_norm),
             key_norm=None if key_norm is None else self._norm_weight(key_norm),
+            norm_eps=config.norm.eps,
             cosines=cosines,
             sines=sines,
             query_factors=None if layer.query_growth is None else self._growth(layer.query_growth),
             output=self._projection(index, AdapterSite.OUTPUT, lambda read: read.output(index))
             if latent is None
             else self._adapted(self._weights.product(latent.output(), None), index, AdapterSite.OUTPUT),
-            attention_post_norm=self._norm(index, names.attention_post_norm),
             window=layer.window,
             sinks=None if sinks is None else self._wide(sinks),
-            mlp_norm=self._norm(index, names.mlp_norm),
-            feed_forward=self._feed_forward(index, layer.feed_forward),
-            mlp_post_norm=self._norm(index, names.mlp_post_norm),
         )
 
     def norm(self, stored: NormTensors) -> NormTensors:

@@ -1,0 +1,153 @@
+"""Attention of a layer on a device: queries, keys and values, their rotation, what sees what, the product behind it.
+
+Owns: a layer's attention, the rows and the memory of it that layers share. Must not know: norms before and behind it, graphs, files.
+
+Nothing that runs in a step allocates, waits, or depends on a value of the device.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway_executor.gpu.device_step import DeviceStep
+from headway_executor.gpu.linear import DeviceLinear
+from headway_executor.gpu.step_columns import ColumnViews
+from headway_executor.models.attention_config import AttentionConfig
+from headway_kernels.gpu.attention.paged import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
+from headway_kernels.gpu.attention.tuning import AttentionTuning, tokens_per_tile
+from headway_kernels.gpu.norm import add_rms_norm
+from headway_kernels.gpu.rotary import rotate_and_store
+
+
+class AttentionSpace:
+    """What layers that attend alike share, one after the other, for steps of so many tokens and rows.
+
+    ``tuning``: over keys and values as they are stored. ``qkv`` ``[max_num_tokens, qkv_width]``, with gates behind it, if there are any; ``attended``
+    ``[max_num_tokens, heads * head_dim]``.
+    """
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        tuning: AttentionTuning,
+        *,
+        max_num_tokens: int,
+        max_num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.tuning = tuning
+        self.query_width = config.num_heads * config.head_dim
+        self.qkv_width = self.query_width + 2 * config.num_kv_heads * config.head_dim
+        num_gates = 0 if config.gates == "none" else self.query_width
+        self.qkv = torch.empty(max_num_tokens, self.qkv_width + num_gates, dtype=dtype, device=device)
+        # Padding is never written: zeros keep NaN out of the products.
+        self.attended = torch.zeros(max_num_tokens, self.query_width, dtype=dtype, device=device)
+        self.workspace = AttentionWorkspace.allocate(max_num_rows, config.num_heads, config.head_dim, device)
+        self._num_kv_heads = config.num_kv_heads
+        self._plan = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
+        self._splits_per_item = torch.ones(1, dtype=torch.int32, device=device)
+        self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, tuning)
+
+    def begin(self, columns: ColumnViews, block_tables: Tensor, num_rows: int, most_tokens: int | None) -> None:
+        """Launch the plan of a step of ``num_rows``, in which chunks of more than ``most_tokens`` are a library's."""
+        self.rows = AttentionRows(
+            rows=columns.rows[:num_rows],
+            query_start=columns.query_start[: num_rows + 1],
+            kv_length=columns.kv_length[:num_rows],
+            block_tables=block_tables,
+            split_ends=self._plan[0, :num_rows],
+            tile_ends=self._plan[1, :num_rows],
+            splits_per_item=self._splits_per_item,
+            tokens_per_tile=self._tokens_per_tile,
+        )
+        plan_attention(self.rows, self._num_kv_heads, most_tokens=most_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAttention:
+    """A layer's ``Mixing``. ``place``: of its keys and values, in the pool. ``qkv`` gives its parts side by side.
+
+    ``query_norm`` and ``key_norm`` are ``[head_dim]``, or as wide as all heads, or None, with ``norm_eps``. A query sees
+    ``window`` positions; None: all. ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``; ``query_factors``
+    float32, ``[context]``, or None. ``sinks`` float32, ``[heads]``, or None.
+    """
+
+    config: AttentionConfig
+    space: AttentionSpace
+    place: int
+    qkv: DeviceLinear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    norm_eps: float
+    cosines: Tensor
+    sines: Tensor
+    query_factors: Tensor | None
+    output: DeviceLinear
+    window: int | None
+    sinks: Tensor | None
+
+    def __call__(self, inputs: Tensor, step: DeviceStep, out: Tensor) -> None:
+        """See ``Mixing``."""
+        config, space = self.config, self.space
+        qkv, attended = space.qkv[: len(inputs)], space.attended[: len(inputs)]
+        pool_layer = step.pool[self.place]
+        self.qkv(inputs, qkv)
+        self._prepare(qkv)
+        self._rotate_and_store(qkv, pool_layer, step)
+        query = qkv[:, : space.query_width]
+        if step.long_chunks is not None:
+            step.long_chunks(query, pool_layer, attended)
+        paged_attention(
+            query,
+            pool_layer,
+            attended,
+            space.rows,
+            space.workspace,
+            num_kv_heads=config.num_kv_heads,
+            scale=config.scale,
+            window=self.window,
+            soft_cap=config.softcap,
+            sinks=self.sinks,
+            has_decodes=step.has_decodes,
+            has_chunks=step.has_chunks,
+            tuning=space.tuning,
+        )
+        if config.gates != "none":
+            attended.mul_(qkv[:, space.qkv_width :].sigmoid_())
+        self.output(attended, out)
+
+    def _prepare(self, qkv: Tensor) -> None:
+        """What happens to queries, keys and values before the kernel that rotates, which has norms by head."""
+        config = self.config
+        if config.clip is not None and not config.clips_normed:
+            qkv.clamp_(-config.clip, config.clip)
+        if config.qk_norm == "all":
+            widths = (self.space.query_width, config.num_kv_heads * config.head_dim)
+            norms = (self.query_norm, self.key_norm)
+            for part, norm in zip(torch.split(qkv[:, : sum(widths)], list(widths), dim=1), norms, strict=True):
+                assert norm is not None
+                add_rms_norm(part, None, norm, part, eps=self.norm_eps)
+        if config.clip is not None and config.clips_normed:
+            qkv.clamp_(-config.clip, config.clip)
+
+    def _rotate_and_store(self, qkv: Tensor, pool_layer: Tensor, step: DeviceStep) -> None:
+        config = self.config
+        by_head = config.qk_norm != "all"
+        rotate_and_store(
+            qkv,
+            step.positions,
+            step.slots,
+            self.cosines,
+            self.sines,
+            pool_layer,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            q_norm=self.query_norm if by_head else None,
+            k_norm=self.key_norm if by_head else None,
+            norms_rotated=config.norms_rotated,
+            eps=self.norm_eps,
+            query_factors=self.query_factors,
+        )
