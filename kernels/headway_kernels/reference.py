@@ -3,7 +3,7 @@
 Owns: the oracles. Must not know: how a kernel divides its work.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ def rotate_and_store(
     head_dim: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    head_weights: Tensor | None = None,
+    head_biases: Tensor | None = None,
     eps: float = 0.0,
     norms_rotated: bool = False,
     query_factors: Tensor | None = None,
@@ -67,14 +69,19 @@ def rotate_and_store(
     queries, keys, values = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
     cosine, sine = (table[positions.long(), None] for table in (cosines, sines))
 
-    def placed(heads: Tensor, norm: Tensor | None, factors: Tensor | float = 1) -> Tensor:
-        if norms_rotated:
-            heads = _rotated(heads, cosine, sine)
-        heads = (heads if norm is None else _rms_normalised(heads, norm, eps)).float() * factors
+    def placed(heads: Tensor, normed: Callable[[Tensor], Tensor], factors: Tensor | float = 1) -> Tensor:
+        heads = normed(_rotated(heads, cosine, sine) if norms_rotated else heads).float() * factors
         return heads if norms_rotated else _rotated(heads, cosine, sine)
 
-    stored = torch.cat([placed(keys, k_norm).to(qkv.dtype), values], dim=1)
-    queries.copy_(placed(queries, q_norm, 1 if query_factors is None else query_factors[positions.long(), None, None]))
+    def norm(weight: Tensor | None, own: slice) -> Callable[[Tensor], Tensor]:
+        if head_weights is not None:
+            biases = None if head_biases is None else head_biases[own]
+            return lambda heads: _layer_normalised(heads, head_weights[own], biases, eps)
+        return lambda heads: heads if weight is None else _rms_normalised(heads, weight, eps)
+
+    factors = 1 if query_factors is None else query_factors[positions.long(), None, None]
+    stored = torch.cat([placed(keys, norm(k_norm, slice(num_heads, None))).to(qkv.dtype), values], dim=1)
+    queries.copy_(placed(queries, norm(q_norm, slice(num_heads)), factors))
     targets: tuple[Tensor, ...] = (pool_layer,)
     sources: tuple[Tensor, ...] = (stored,)
     if kv_codes.is_coded(pool_layer):
@@ -83,6 +90,12 @@ def rotate_and_store(
         if slot >= 0:
             for target, source in zip(targets, sources, strict=True):
                 target[slot // block_size, :, slot % block_size] = source[token]
+
+
+def _layer_normalised(heads: Tensor, weights: Tensor, biases: Tensor | None, eps: float) -> Tensor:
+    """Each head with weights of its own."""
+    normalised = functional.layer_norm(heads.float(), heads.shape[-1:], eps=eps) * weights
+    return (normalised if biases is None else normalised + biases).to(heads.dtype)
 
 
 def _rms_normalised(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:

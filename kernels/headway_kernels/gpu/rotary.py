@@ -3,7 +3,8 @@
 Owns: normalising, rotating, storing. Must not know: requests.
 
 Sources: rotary embeddings, Su et al. 2021 (arXiv 2104.09864); RMSNorm, Zhang & Sennrich 2019 (arXiv 1910.07467), per
-head as in Qwen3; the pool of blocks, Kwon et al. 2023 (arXiv 2309.06180).
+head as in Qwen3; layer norms, Ba et al. 2016 (arXiv 1607.06450), per head as in Command R+; the pool of blocks, Kwon et al.
+2023 (arXiv 2309.06180).
 """
 
 import triton
@@ -32,6 +33,8 @@ def rotate_and_store(
     head_dim: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    head_weights: Tensor | None = None,
+    head_biases: Tensor | None = None,
     eps: float = 0.0,
     norms_rotated: bool = False,
     query_factors: Tensor | None = None,
@@ -42,16 +45,19 @@ def rotate_and_store(
     channels i and i + head_dim / 2 are a pair. ``positions`` int32 ``[T]``, rows of the tables. ``slots`` int32
     ``[T]``, distinct; -1 stores nothing. ``cosines``, ``sines`` float32 ``[context, head_dim / 2]``, contiguous.
     ``pool_layer`` as of ``paged_attention``, of numbers or of codes. ``q_norm``, ``k_norm`` ``[head_dim]``: weights of an
-    RMSNorm per head, or None. ``query_factors`` float32 ``[context]`` multiply queries by position; None: nothing does.
+    RMSNorm per head, or None. ``head_weights`` and perhaps ``head_biases``, float32 ``[num_heads + num_kv_heads, head_dim]``,
+    contiguous: of a layer norm per head in its place. ``query_factors`` float32 ``[context]`` multiply queries by position;
+    None: nothing does.
 
-    Normalised heads are rounded before and after the product with the weight, then rotated in float32; with
-    ``norms_rotated``, rotated and rounded before that.
+    Heads behind an RMSNorm are rounded before and after the product with the weight, behind a layer norm once, then rotated
+    in float32; with ``norms_rotated``, rotated and rounded before that.
     """
     num_tokens = qkv.shape[0]
     if num_tokens == 0:
         return
     block_pairs = triton.next_power_of_2(head_dim // 2)
     block_heads = max(PAIRS_PER_PROGRAM // block_pairs, 1)
+    norms = (q_norm, k_norm) if head_weights is None else (head_weights, head_biases)
     normalise = q_norm is not None and k_norm is not None
     _rotate_and_store[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block_heads))](
         qkv,
@@ -60,8 +66,7 @@ def rotate_and_store(
         cosines,
         sines,
         pool_layer,
-        q_norm if normalise else qkv,
-        k_norm if normalise else qkv,
+        *(qkv if norm is None else norm for norm in norms),
         cosines if query_factors is None else query_factors,
         qkv.stride(0),
         eps,
@@ -73,6 +78,8 @@ def rotate_and_store(
         BLOCK_HEADS=block_heads,
         BLOCK_PAIRS=block_pairs,
         NORMALISE=normalise,
+        LAYER_NORMS=head_weights is not None,
+        HAS_BIASES=head_biases is not None,
         GROWS=query_factors is not None,
         NORMS_ROTATED=norms_rotated,
         num_warps=NUM_WARPS,
@@ -101,10 +108,13 @@ def _rotate_and_store(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     NORMALISE: tl.constexpr,
+    LAYER_NORMS: tl.constexpr,
+    HAS_BIASES: tl.constexpr,
     GROWS: tl.constexpr,
     NORMS_ROTATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """With ``LAYER_NORMS``, ``q_norm`` and ``k_norm`` are weights and biases of all heads of queries and keys."""
     await_grid(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -125,10 +135,10 @@ def _rotate_and_store(
         left = (first * cosine - second * sine).to(dtype).to(tl.float32)
         right = (first * sine + second * cosine).to(dtype).to(tl.float32)
     if NORMALISE:
-        squares = tl.sum(left * left + right * right, axis=1)
-        inverse = tl.math.rsqrt(squares / (2 * PAIRS) + eps)[:, None]
-        left = _times_weight((left * inverse).to(dtype), q_norm, k_norm, pairs, PAIRS, is_query)
-        right = _times_weight((right * inverse).to(dtype), q_norm + PAIRS, k_norm + PAIRS, pairs, PAIRS, is_query)
+        left, right = _rms_normed(left, right, q_norm, k_norm, eps, pairs, is_query, dtype, PAIRS)
+    if LAYER_NORMS:
+        is_there = within & is_rotated
+        left, right = _layer_normed(left, right, q_norm, k_norm, eps, heads, pairs, is_there, dtype, PAIRS, HAS_BIASES)
     if GROWS:
         factor = tl.where(is_query, tl.load(query_factors + position), 1.0)
         left, right = left * factor, right * factor
@@ -158,6 +168,44 @@ def _rotate_and_store(
     else:
         tl.store(target, rotated_first, mask=stored)
         tl.store(target + PAIRS, rotated_second, mask=stored)
+
+
+@triton.jit
+def _rms_normed(left, right, q_norm, k_norm, eps, pairs, is_query, dtype: tl.constexpr, PAIRS: tl.constexpr):
+    """Half-heads ``[heads, pairs]`` behind an RMSNorm, rounded to the model's dtype; float32."""
+    squares = tl.sum(left * left + right * right, axis=1)
+    inverse = tl.math.rsqrt(squares / (2 * PAIRS) + eps)[:, None]
+    left = _times_weight((left * inverse).to(dtype), q_norm, k_norm, pairs, PAIRS, is_query)
+    right = _times_weight((right * inverse).to(dtype), q_norm + PAIRS, k_norm + PAIRS, pairs, PAIRS, is_query)
+    return left, right
+
+
+@triton.jit
+def _layer_normed(
+    left,
+    right,
+    weights,
+    biases,
+    eps,
+    heads,
+    pairs,
+    is_there,
+    dtype: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HAS_BIASES: tl.constexpr,
+):
+    """As ``_rms_normed``, of a layer norm; each head has weights of its own."""
+    mean = (tl.sum(left + right, axis=1) / (2 * PAIRS))[:, None]
+    left = tl.where(is_there, left - mean, 0.0)
+    right = tl.where(is_there, right - mean, 0.0)
+    inverse = tl.math.rsqrt(tl.sum(left * left + right * right, axis=1) / (2 * PAIRS) + eps)[:, None]
+    place = heads[:, None] * (2 * PAIRS) + pairs[None, :]
+    left *= inverse * tl.load(weights + place, mask=is_there, other=0.0)
+    right *= inverse * tl.load(weights + PAIRS + place, mask=is_there, other=0.0)
+    if HAS_BIASES:
+        left += tl.load(biases + place, mask=is_there, other=0.0)
+        right += tl.load(biases + PAIRS + place, mask=is_there, other=0.0)
+    return left.to(dtype).to(tl.float32), right.to(dtype).to(tl.float32)
 
 
 @triton.jit

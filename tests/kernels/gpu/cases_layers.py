@@ -59,13 +59,14 @@ def curve_case(dtype):
     )
 
 
-def rotary_case(dtype, head_dim, normalise, *, codes=False, grows=False):
+def rotary_case(dtype, head_dim, normalise, *, codes=False, grows=False, layer_norms=False):
     block_pairs = 1 << (head_dim // 2 - 1).bit_length()
     return CompileCase(
-        name=f"rotate_and_store {dtype} {head_dim} normalise={normalise} codes={codes} grows={grows}",
+        name=f"rotate_and_store {dtype} {head_dim} normalise={normalise} codes={codes} grows={grows} layer_norms={layer_norms}",
         kernel=rotary._rotate_and_store,
         signature=dict.fromkeys(("qkv", "pool_layer", "q_norm", "k_norm"), f"*{dtype}")
         | ({"pool_layer": "*u8"} if codes else {})
+        | (dict.fromkeys(("q_norm", "k_norm"), "*fp32") if layer_norms else {})
         | {"positions": "*i32", "slots": "*i32", "cosines": "*fp32", "sines": "*fp32", "query_factors": "*fp32"}
         | {"qkv_stride": "i32", "eps": "fp32"},
         constants={
@@ -77,6 +78,8 @@ def rotary_case(dtype, head_dim, normalise, *, codes=False, grows=False):
             "BLOCK_HEADS": max(rotary.PAIRS_PER_PROGRAM // block_pairs, 1),
             "BLOCK_PAIRS": block_pairs,
             "NORMALISE": normalise,
+            "LAYER_NORMS": layer_norms,
+            "HAS_BIASES": layer_norms,
             "GROWS": grows,
             "NORMS_ROTATED": False,
         },
@@ -132,6 +135,7 @@ CASES = [
     rotary_case("bf16", HEAD_DIM, normalise=True),
     rotary_case("bf16", 80, normalise=False),
     rotary_case("bf16", HEAD_DIM, normalise=False, grows=True),
+    rotary_case("bf16", HEAD_DIM, normalise=False, layer_norms=True),
     rotary_case("bf16", HEAD_DIM, normalise=True, codes=True),
     rotary_case("fp32", HEAD_DIM, normalise=True),
     gather_case("bf16"),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway_executor.models.attention_config import RopeConfig
-from headway_executor.models.decoder import RmsNorm
+from headway_executor.models.decoder import HeadLayerNorms, RmsNorm
 from headway_executor.models.rope import interleaved, rotate_, rotations
 from headway_kernels import kv_codes, reference
 from headway_kernels.gpu.rotary import rotate_and_store
@@ -25,11 +25,21 @@ NORMALISED_TOLERANCE = {
     torch.bfloat16: {"rtol": 2**-6, "atol": 2**-3},
     torch.float16: {"rtol": 2**-9, "atol": 2**-6},
 }
+NORMS = (None, "rms", "layer", "layer with biases")
 DTYPES = st.sampled_from(sorted(TOLERANCE, key=str))
 
 
 def normal(seed, *shape, dtype, device):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def norms_of(kind, seed, num_heads, num_kv_heads, head_dim, options):
+    """Of heads, as ``rotate_and_store`` takes them."""
+    if kind == "rms":
+        return {name: normal(seed + i, head_dim, **options) for i, name in enumerate(("q_norm", "k_norm"), 1)}
+    names = {"layer": ("head_weights",), "layer with biases": ("head_weights", "head_biases")}.get(kind, ())
+    wide = {"dtype": torch.float32, "device": options["device"]}
+    return {name: normal(seed + i, num_heads + num_kv_heads, head_dim, **wide) for i, name in enumerate(names, 1)}
 
 
 def column(values, device):
@@ -50,7 +60,7 @@ def tables(head_dim, device):
     head_dim=st.sampled_from((4, 8, 12, 64, 80, 96, 128, 256)),
     block_size=st.sampled_from((1, 5, 16)),
     dtype=DTYPES,
-    normalise=st.booleans(),
+    norm=st.sampled_from(NORMS),
     norms_rotated=st.booleans(),
     has_codes=st.booleans(),
     grows=st.booleans(),
@@ -65,13 +75,13 @@ def test_equals_the_oracle(
     head_dim,
     block_size,
     dtype,
-    normalise,
+    norm,
     has_codes,
     grows,
     norms_rotated,
     spare,
 ):
-    tolerance = (NORMALISED_TOLERANCE if normalise else TOLERANCE)[dtype]
+    tolerance = (NORMALISED_TOLERANCE if norm else TOLERANCE)[dtype]
     num_heads = num_kv_heads * group
     width = (num_heads + 2 * num_kv_heads) * head_dim
     seed = data.draw(st.integers(0, 2**31))
@@ -81,8 +91,7 @@ def test_equals_the_oracle(
     slots += [-1] * (num_tokens - len(slots))
     options = {"dtype": dtype, "device": kernel_device}
     norms = {
-        "q_norm": normal(seed + 1, head_dim, **options) if normalise else None,
-        "k_norm": normal(seed + 2, head_dim, **options) if normalise else None,
+        **norms_of(norm, seed, num_heads, num_kv_heads, head_dim, options),
         "norms_rotated": norms_rotated,
     }
     _, cosines, sines = tables(head_dim, kernel_device)
@@ -112,23 +121,28 @@ def test_equals_the_oracle(
 
 
 @pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
-@pytest.mark.parametrize("normalise", [False, True])
-def test_is_what_the_executor_computes(kernel_device, dtype, normalise):
+@pytest.mark.parametrize("norm", NORMS)
+def test_is_what_the_executor_computes(kernel_device, dtype, norm):
     num_heads, num_kv_heads, head_dim, num_tokens = 4, 2, 80, 3
     num_rotated = num_heads + num_kv_heads
-    tolerance = (NORMALISED_TOLERANCE if normalise else TOLERANCE)[dtype]
+    tolerance = (NORMALISED_TOLERANCE if norm else TOLERANCE)[dtype]
     options = {"dtype": dtype, "device": kernel_device}
     qkv = normal(0, num_tokens, (num_rotated + num_kv_heads) * head_dim, **options)
-    q_norm, k_norm = (normal(seed, head_dim, **options) for seed in (1, 2))
+    norms = norms_of(norm, 0, num_heads, num_kv_heads, head_dim, options)
     positions = column([0, 7, CONTEXT - 1], kernel_device)
     rotation, cosines, sines = tables(head_dim, kernel_device)
 
     # The executor rotates neighbouring channels; its weights are permuted at load.
     order = interleaved(head_dim).to(kernel_device)
     heads = qkv.view(num_tokens, -1, head_dim)[:, :num_rotated, order]
-    if normalise:
-        weight = torch.cat([q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)])[:, order]
-        heads.copy_(RmsNorm(weight, EPS)(heads))
+    if norm == "rms":
+        counts = (num_heads, num_kv_heads)
+        weight = torch.cat([one.expand(count, -1) for one, count in zip(norms.values(), counts, strict=True)])
+        heads.copy_(RmsNorm(weight[:, order], EPS)(heads))
+    elif norm is not None:
+        biases = norms.get("head_biases")
+        weights = norms["head_weights"][:, order]
+        heads.copy_(HeadLayerNorms(weights, None if biases is None else biases[:, order], EPS)(heads))
     rotate_(heads, rotation[positions.long()].unsqueeze(1))
     expected = heads[..., torch.argsort(order)]
     values = qkv.view(num_tokens, -1, head_dim)[:, num_rotated:].clone()
@@ -144,8 +158,7 @@ def test_is_what_the_executor_computes(kernel_device, dtype, normalise):
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        q_norm=q_norm if normalise else None,
-        k_norm=k_norm if normalise else None,
+        **norms,
         eps=EPS,
     )
     queries = qkv.view(num_tokens, -1, head_dim)[:, :num_heads]
