@@ -6,7 +6,13 @@ from itertools import accumulate
 import torch
 
 from headway_kernels import kv_codes, reference
-from headway_kernels.gpu.attention.paged import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
+from headway_kernels.gpu.attention.paged import (
+    AttentionRows,
+    AttentionWorkspace,
+    Slopes,
+    paged_attention,
+    plan_attention,
+)
 from headway_kernels.gpu.attention.tuning import AttentionTuning, KernelTuning, tokens_per_tile
 
 UNTOUCHED = 7.0
@@ -16,7 +22,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
 
 @dataclass(frozen=True)
 class Shape:
-    """One batch: ``rows`` are (tokens, positions after the step)."""
+    """One batch: ``rows`` are (tokens, positions after the step). ``alibi``: None, "exact", "rounded"."""
 
     rows: tuple[tuple[int, int], ...]
     head_dim: int = 12
@@ -26,6 +32,7 @@ class Shape:
     window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    alibi: str | None = None
     dtype: torch.dtype = torch.float32
     query_tile: int = 16
     key_tile: int = 64
@@ -69,6 +76,8 @@ class Batch:
         lengths = torch.tensor([length for _, length in shape.rows])
         self.rows = self.with_rows(rows, starts, lengths, tables)
         self.sinks = (torch.randn(num_heads, generator=draw) * 3).to(device) if shape.has_sinks else None
+        slopes = torch.rand(num_heads, generator=draw).to(device)
+        self.slopes = None if shape.alibi is None else Slopes(slopes, is_rounded=shape.alibi == "rounded")
         self.workspace = AttentionWorkspace.allocate(len(rows), num_heads, shape.head_dim, device)
 
     def with_rows(self, rows, starts, lengths, tables):
@@ -97,6 +106,7 @@ class Batch:
             "window": shape.window,
             "soft_cap": shape.soft_cap,
             "sinks": self.sinks,
+            "slopes": self.slopes,
         }
 
     def attend(self, query=None, rows=None, most_tokens=None, **options):

@@ -239,6 +239,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: tuple[Tensor, bool] | None = None,
 ) -> Tensor:
     """``gpu.attention.paged_attention`` in float64: ``[query_start[-1], heads * head_dim]``."""
     if kv_codes.is_coded(pool_layer):
@@ -262,6 +263,8 @@ def paged_attention(
             logits = soft_cap * torch.tanh(logits / soft_cap)
         key_position = torch.arange(length, device=query.device)
         query_position = key_position[length - (high - low) :, None]
+        if slopes is not None:
+            logits = logits + _score_biases(*slopes, scale, query_position, key_position)
         seen = key_position <= query_position
         if window is not None:
             seen &= key_position > query_position - window
@@ -274,6 +277,12 @@ def paged_attention(
         values = values.masked_fill(~seen.any(dim=0)[None, :, None], 0.0)
         out[low:high] = (weights @ values).transpose(0, 1)
     return out.flatten(1)
+
+
+def _score_biases(slopes: Tensor, is_rounded: bool, scale: float, queries: Tensor, keys: Tensor) -> Tensor:
+    """``[heads, queries, keys]``; positions are ``[queries, 1]`` and ``[keys]``."""
+    by_head = slopes[:, None, None]
+    return (by_head.bfloat16() * keys).double() * scale if is_rounded else by_head.double() * (keys - queries)
 
 
 def sample(

@@ -4,6 +4,7 @@ from triton_compilation import CompileCase
 
 from headway_kernels.gpu.attention import kernels as attention_kernels
 from headway_kernels.gpu.attention import tuning as attention_tuning
+from headway_kernels.gpu.attention.tiles import BY_DISTANCE, BY_PLACE
 
 POINTERS = ("query", "pool", "out")
 LENGTHS = ("rows", "query_start", "kv_length", "block_tables", "split_ends", "tile_ends", "splits_per_item", "arrived")
@@ -26,7 +27,7 @@ def case(
     """``constants`` may hold more than the kernel takes."""
     types = {"window": "i32", "factor": "fp32", "cap": "fp32", "num_rows": "i32"}
     types |= dict.fromkeys(POINTERS, element) | {"pool": pool or element}
-    types |= dict.fromkeys(("sinks", "partial", "log_sum_exp"), "*fp32")
+    types |= dict.fromkeys(("sinks", "slopes", "partial", "log_sum_exp"), "*fp32")
     types |= dict.fromkeys(LENGTHS, "*i32") | dict.fromkeys(STRIDES, "i32")
     signature = {key: kind for key, kind in types.items() if key in kernel.arg_names}
     return CompileCase(
@@ -54,6 +55,7 @@ def model(
     window=False,
     soft_cap=False,
     sinks=False,
+    alibi=0,
     codes=False,
     below=1000,
 ):
@@ -71,6 +73,7 @@ def model(
         "HAS_WINDOW": window,
         "HAS_SOFT_CAP": soft_cap,
         "HAS_SINKS": sinks,
+        "ALIBI": alibi,
         "TOKENS": tokens,
         "TOKENS_PER_TILE": tokens,
     }
@@ -81,7 +84,7 @@ def model(
     kernels = {"chunk": attention_kernels.chunk_kernel, "decode": attention_kernels.decode_kernel}
     return [
         case(
-            f"{kind} {head_dim} {element} for {major}.x{', codes' if codes else ''}",
+            f"{kind} {head_dim} {element} for {major}.x{', alibi' if alibi else ''}{', codes' if codes else ''}",
             kernel,
             element,
             "*u8" if codes else None,
@@ -118,6 +121,8 @@ CASES = [
     *model(10, 256, "*bf16"),
     *model(9, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True),
     *model(9, 64, "*bf16", group=8, window=True, sinks=True),
+    *model(9, 128, "*bf16", group=1, alibi=BY_DISTANCE.value),
+    *model(9, 64, "*fp16", group=1, alibi=BY_PLACE.value),
     *model(8, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True, below=90),
     *model(8, 64, "*bf16", group=8, window=True, sinks=True, below=90),
     *model(8, 12, "*fp32", group=1, block_size=8),

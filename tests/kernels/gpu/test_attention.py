@@ -43,6 +43,7 @@ def rows_of(draw, longest):
 
 @st.composite
 def shapes(draw, head_dims, longest, max_kv_heads):
+    soft_cap = draw(st.none() | st.sampled_from([2.0, 50.0]))
     return Shape(
         rows=draw(rows_of(longest)),
         head_dim=draw(st.sampled_from(head_dims)),
@@ -50,8 +51,9 @@ def shapes(draw, head_dims, longest, max_kv_heads):
         group=draw(st.integers(1, 8)),
         block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
         window=draw(st.none() | st.integers(1, longest)),
-        soft_cap=draw(st.none() | st.sampled_from([2.0, 50.0])),
+        soft_cap=soft_cap,
         has_sinks=draw(st.booleans()),
+        alibi=draw(st.none() | st.sampled_from(["exact", "rounded"])) if soft_cap is None else None,
         query_tile=draw(st.sampled_from([16, 64])),
         key_tile=draw(st.sampled_from([32, 64])),
         has_codes=draw(st.booleans()),
@@ -119,6 +121,14 @@ def test_extreme_logits(kernel_device):
     batch = Batch(Shape(((1, 600), (20, 150))), kernel_device)
     out, expected = batch.attend(scale=40.0), batch.expected(scale=40.0)
     torch.testing.assert_close(out[: len(expected)].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("alibi", ["exact", "rounded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_that_fall_with_distance(alibi, dtype, kernel_device):
+    """In decodes of several splits, in chunks, and where places have more digits than bfloat16."""
+    rows = ((1, 1), (0, 0), (20, 350), (1, 600), (9, 9))
+    check(Shape(rows, head_dim=16, num_kv_heads=2, group=2, alibi=alibi, dtype=dtype), kernel_device)
 
 
 COMPANY = Shape(((1, 300), (0, 0), (17, 90), (1, 1), (1, 600), (20, 20), (2, 70)), num_kv_heads=1, window=280)

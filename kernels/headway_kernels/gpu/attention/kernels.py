@@ -19,6 +19,7 @@ from headway_kernels.gpu.attention.tiles import (
     load_blocks,
     load_exponents,
     load_first,
+    load_slopes,
     start_of_share,
 )
 from headway_kernels.gpu.dependence import await_grid
@@ -28,15 +29,15 @@ _LEAST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def _begin(sinks, head, HAS_SINKS: tl.constexpr, QUERY_TILE: tl.constexpr):
-    """The running maximum and total before any key: a sink has a weight and no value."""
+def _begin(sinks, slopes, head, nothing, HAS_SINKS: tl.constexpr, ALIBI: tl.constexpr, QUERY_TILE: tl.constexpr):
+    """The running maximum and total before any key: a sink has a weight and no value. And the slopes, see ``load_slopes``."""
     if HAS_SINKS:
         maximum = tl.load(sinks + head) * LOG2_E
         total = tl.full([QUERY_TILE], 1.0, dtype=tl.float32)
     else:
         maximum = tl.full([QUERY_TILE], _LEAST, dtype=tl.float32)
         total = tl.zeros([QUERY_TILE], dtype=tl.float32)
-    return maximum, total
+    return maximum, total, load_slopes(slopes, head, nothing, ALIBI)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -77,6 +78,7 @@ def chunk_kernel(
     query,
     pool,
     sinks,
+    slopes,
     out,
     rows,
     query_start,
@@ -101,6 +103,7 @@ def chunk_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    ALIBI: tl.constexpr,
     TOKENS: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -147,7 +150,9 @@ def chunk_kernel(
         num_masked = full_low - low + tl.cdiv(end, KEY_TILE) - full_high
 
         weighted = tl.zeros([QUERY_TILE, PADDED_HEAD_DIM], dtype=tl.float32)
-        maximum, total = _begin(sinks, kv_head * GROUP + vector % GROUP, HAS_SINKS, QUERY_TILE)
+        maximum, total, of_heads = _begin(
+            sinks, slopes, kv_head * GROUP + vector % GROUP, window, HAS_SINKS, ALIBI, QUERY_TILE
+        )
         keys, exponents = head_in_block(pool, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         block, of_keys, of_values = load_first(
             table, exponents, full_low, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
@@ -168,6 +173,7 @@ def chunk_kernel(
                 begin,
                 end,
                 window,
+                of_heads,
                 factor,
                 cap,
                 False,
@@ -180,6 +186,7 @@ def chunk_kernel(
                 KEY_TILE,
                 HAS_WINDOW,
                 HAS_SOFT_CAP,
+                ALIBI,
             )
             block = following
             of_keys, of_values = load_exponents(
@@ -206,6 +213,7 @@ def chunk_kernel(
                 begin,
                 end,
                 window,
+                of_heads,
                 factor,
                 cap,
                 True,
@@ -218,6 +226,7 @@ def chunk_kernel(
                 KEY_TILE,
                 HAS_WINDOW,
                 HAS_SOFT_CAP,
+                ALIBI,
             )
             tile = next_tile
             block = following
@@ -234,6 +243,7 @@ def decode_kernel(
     query,
     pool,
     sinks,
+    slopes,
     out,
     partial,
     log_sum_exp,
@@ -262,6 +272,7 @@ def decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    ALIBI: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     PDL: tl.constexpr,
@@ -301,7 +312,9 @@ def decode_kernel(
                 end = tl.minimum(high * KEY_TILE, length)
                 if HAS_WINDOW:
                     begin = tl.maximum(begin, length - window)
-                maximum, total = _begin(sinks, tl.minimum(head, last_head), HAS_SINKS, QUERY_TILE)
+                maximum, total, of_heads = _begin(
+                    sinks, slopes, tl.minimum(head, last_head), window, HAS_SINKS, ALIBI, QUERY_TILE
+                )
                 if HAS_SINKS:
                     # A sink belongs to the first split.
                     maximum = tl.where(split == 0, maximum, _LEAST)
@@ -318,6 +331,8 @@ def decode_kernel(
                     begin,
                     end,
                     window,
+                    length,
+                    of_heads,
                     factor,
                     cap,
                     NUM_KV_HEADS,
@@ -328,6 +343,7 @@ def decode_kernel(
                     HAS_E4M3,
                     KEY_TILE,
                     HAS_SOFT_CAP,
+                    ALIBI,
                 )
                 # The loop over tiles leaves few registers: what comes behind it is read again.
                 if num_splits == 1:
@@ -372,6 +388,8 @@ def _attend_split(
     begin,
     end,
     window,
+    length,
+    of_heads,
     factor,
     cap,
     NUM_KV_HEADS: tl.constexpr,
@@ -382,11 +400,14 @@ def _attend_split(
     HAS_E4M3: tl.constexpr,
     KEY_TILE: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
 ):
-    """Attend to the positions from ``begin`` to ``end``, which are in the tiles from ``low`` to ``high``."""
+    """Attend to the positions from ``begin`` to ``end``, which are in the tiles from ``low`` to ``high``, of so many in all."""
     weighted = tl.zeros([queries.shape[0], PADDED_HEAD_DIM], dtype=tl.float32)
     # A decode sees every position from begin on.
     query_position = tl.full([queries.shape[0]], NEVER, dtype=tl.int32)
+    if ALIBI:
+        query_position = tl.full([queries.shape[0]], length - 1, dtype=tl.int32)
     block, of_keys, of_values = load_first(
         table, exponents, low, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
     )
@@ -407,6 +428,7 @@ def _attend_split(
             begin,
             end,
             window,
+            of_heads,
             factor,
             cap,
             True,
@@ -419,6 +441,7 @@ def _attend_split(
             KEY_TILE,
             False,
             HAS_SOFT_CAP,
+            ALIBI,
         )
         block = following
         of_keys, of_values = load_exponents(

@@ -17,13 +17,13 @@ device reads the lengths, so a captured launch serves other lengths.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headway_kernels.gpu.attention.kernels import chunk_kernel, decode_kernel, plan_kernel
-from headway_kernels.gpu.attention.tiles import LOG2_E, MAX_SPLITS, MIN_SPLIT
+from headway_kernels.gpu.attention.tiles import BY_DISTANCE, BY_PLACE, LOG2_E, MAX_SPLITS, MIN_SPLIT
 from headway_kernels.gpu.attention.tuning import AttentionTuning, KernelTuning, attention_tuning, power_of_two
 from headway_kernels.gpu.dependence import dependent_launch
 from headway_kernels.gpu.float8 import has_e4m3
@@ -56,6 +56,17 @@ class AttentionRows:
     tile_ends: Tensor
     splits_per_item: Tensor
     tokens_per_tile: int
+
+
+class Slopes(NamedTuple):
+    """By how much logits fall with the distance of a key (ALiBi: Press et al. 2021, arXiv 2108.12409), behind their scale.
+
+    ``of_heads`` float32, ``[heads]``. If it ``is_rounded``, logits grow with the place of a key instead, before their scale;
+    slopes, places and their products are rounded to bfloat16.
+    """
+
+    of_heads: Tensor
+    is_rounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Slopes | None = None,
     has_decodes: bool = True,
     has_chunks: bool = True,
     tuning: AttentionTuning | None = None,
@@ -128,8 +140,8 @@ def paged_attention(
 
     A token sees the last ``window`` positions up to its own, or all. Logits are ``scale`` (more than 0) times the
     product, perhaps capped to ``soft_cap * tanh(logit / soft_cap)``. ``sinks`` (float32, ``[heads]``) are logits without
-    values (Xiao et al. 2023, arXiv 2309.17453), neither scaled nor capped. Everything is float32, but weights are rounded
-    to the dtype before they meet the values.
+    values (Xiao et al. 2023, arXiv 2309.17453), neither scaled nor capped. With ``slopes`` there is no
+    cap. Everything is float32, but weights are rounded to the dtype before they meet the values.
     """
     num_heads, head_dim = _check(query, pool_layer, out, rows, num_kv_heads, scale)
     tuning = tuning or attention_tuning(query.device, head_dim, query.dtype, is_coded=is_coded(pool_layer))
@@ -145,14 +157,17 @@ def paged_attention(
         "HAS_WINDOW": window is not None,
         "HAS_SOFT_CAP": soft_cap is not None,
         "HAS_SINKS": sinks is not None,
+        "ALIBI": 0 if slopes is None else (BY_PLACE if slopes.is_rounded else BY_DISTANCE).value,
     }
+    assert slopes is None or soft_cap is None, "no model has both"
     # The kernels' exponentials are to base 2; under a cap, tanh comes between the two factors.
     factor, cap = (scale * LOG2_E.value, 0.0) if soft_cap is None else (scale / soft_cap, soft_cap * LOG2_E.value)
+    of_heads = (rows.rows if sinks is None else sinks, rows.rows if slopes is None else slopes.of_heads)
     numbers = (query.stride(0), out.stride(0), rows.block_tables.stride(0), window or 0, factor, cap)
     if has_chunks:
-        _attend_chunks(query, pool_layer, sinks, out, rows, numbers, constants, tuning.chunk)
+        _attend_chunks(query, pool_layer, of_heads, out, rows, numbers, constants, tuning.chunk)
     if has_decodes:
-        _attend_decodes(query, pool_layer, sinks, out, rows, workspace, numbers, constants, tuning.decode)
+        _attend_decodes(query, pool_layer, of_heads, out, rows, workspace, numbers, constants, tuning.decode)
 
 
 def _check(
@@ -176,7 +191,7 @@ def _check(
 def _attend_chunks(
     query: Tensor,
     pool_layer: Tensor,
-    sinks: Tensor | None,
+    of_heads: tuple[Tensor, Tensor],
     out: Tensor,
     rows: AttentionRows,
     numbers: tuple[float, ...],
@@ -187,7 +202,7 @@ def _attend_chunks(
     chunk_kernel[(_num_programs(query.device, tuning),)](
         query,
         pool_layer,
-        rows.rows if sinks is None else sinks,
+        *of_heads,
         out,
         rows.rows,
         rows.query_start,
@@ -209,7 +224,7 @@ def _attend_chunks(
 def _attend_decodes(
     query: Tensor,
     pool_layer: Tensor,
-    sinks: Tensor | None,
+    of_heads: tuple[Tensor, Tensor],
     out: Tensor,
     rows: AttentionRows,
     workspace: AttentionWorkspace,
@@ -225,7 +240,7 @@ def _attend_decodes(
     decode_kernel[(_num_programs(query.device, tuning),)](
         query,
         pool_layer,
-        rows.rows if sinks is None else sinks,
+        *of_heads,
         out,
         workspace.partial,
         workspace.log_sum_exp,

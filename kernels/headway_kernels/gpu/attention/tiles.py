@@ -16,6 +16,10 @@ MAX_SPLITS = tl.constexpr(16)
 """The most splits of a decode: 16 per key-value head occupy a large GPU with a single sequence."""
 LOG2_E = tl.constexpr(math.log2(math.e))
 NEVER = tl.constexpr(2**31 - 1)
+BY_DISTANCE = tl.constexpr(1)
+"""ALiBi as it is."""
+BY_PLACE = tl.constexpr(2)
+"""ALiBi whose slopes, places and biases are rounded to bfloat16, before they are scaled as logits are."""
 
 
 @triton.jit
@@ -170,6 +174,22 @@ def _capped(logit, cap):
 
 
 @triton.jit
+def load_slopes(slopes, head, nothing, ALIBI: tl.constexpr):
+    """By how much the logits of each head fall from key to key, to base 2, or what is rounded; ``nothing`` without ALiBi."""
+    found = nothing
+    if ALIBI == BY_DISTANCE:
+        found = tl.load(slopes + head) * LOG2_E
+    if ALIBI == BY_PLACE:
+        found = _rounded(tl.load(slopes + head))
+    return found
+
+
+@triton.jit
+def _rounded(values):
+    return values.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
 def attend_tile(
     query,
     query_position,
@@ -184,6 +204,7 @@ def attend_tile(
     begin,
     end,
     window,
+    slopes,
     factor,
     cap,
     MASKED: tl.constexpr,
@@ -196,12 +217,14 @@ def attend_tile(
     KEY_TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
 ):
     """Let each query attend to the positions of a key tile from ``begin`` up to ``end``.
 
     ``keys`` points to the key head in block 0. The state is FlashAttention's, with logits to base 2. Keys and values
     are read first, so that Triton's pipeliner keeps ``num_stages`` - 1 tiles on their way. If they are ``CODED``, their
-    exponents multiply logits and weights, which rounds nothing: see ``headway_kernels.kv_codes``.
+    exponents multiply logits and weights, which rounds nothing: see ``headway_kernels.kv_codes``. ``slopes``: of each query,
+    from ``load_slopes``.
     """
     position = tile * KEY_TILE + tl.arange(0, KEY_TILE)
     wanted = (position >= begin) & (position < end)
@@ -223,13 +246,18 @@ def attend_tile(
         logit *= factor_of(key_exponents)[None, :]
     if HAS_SOFT_CAP:
         logit = _capped(logit * factor, cap)
+    if ALIBI == BY_DISTANCE:
+        distance = (query_position[:, None] - position[None, :]).to(tl.float32)
+        logit = logit * factor - slopes[:, None] * distance
+    if ALIBI == BY_PLACE:
+        logit = (logit + _rounded(slopes[:, None] * _rounded(position.to(tl.float32))[None, :])) * factor
     if MASKED:
         seen = wanted[None, :] & (position[None, :] <= query_position[:, None])
         if HAS_WINDOW:
             seen &= position[None, :] > query_position[:, None] - window
         logit = tl.where(seen, logit, float("-inf"))
     # Without a cap the factor meets the logit in the same instruction as the maximum.
-    if HAS_SOFT_CAP:
+    if HAS_SOFT_CAP or ALIBI:
         highest = tl.maximum(maximum, tl.max(logit, 1))
         weight = tl.exp2(logit - highest[:, None])
     else:
