@@ -9,9 +9,9 @@ what it takes less is what they share. A part beside its floor says where a step
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from inspect import isfunction
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,12 +21,15 @@ from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu import attention as of_attention
 from headway_executor.gpu import decoder as of_decoder
 from headway_executor.gpu.attention import DeviceAttention
-from headway_executor.gpu.decoder import Decoder, LayerWeights
+from headway_executor.gpu.decoder import Decoder, DecoderWeights, LayerWeights
 from headway_executor.gpu.graphs import LaunchSize
+from headway_executor.gpu.norm import DeviceNorm
 
 REPETITIONS = 10
 OF_ATTENTION = ("qkv", "output")
-"""What attention calls by itself, as a layer its feed-forward; the rest are functions of the kernels."""
+"""What attention calls by itself, as a layer its norms and its feed-forward; the rest are functions of the kernels."""
+
+WithNorms = TypeVar("WithNorms", LayerWeights, DecoderWeights)
 
 Calls = dict[str, list[Callable[[], object]]]
 
@@ -87,12 +90,17 @@ def written_down(decoder: Decoder) -> Iterator[Calls]:
         assert isinstance(layer.mixing, DeviceAttention)
         products = {name: wrapped(name, getattr(layer.mixing, name)) for name in OF_ATTENTION}
         feed_forward = wrapped("feed_forward", layer.feed_forward)
-        return replace(layer, mixing=replace(layer.mixing, **products), feed_forward=feed_forward)
+        return replace(with_norms(layer), mixing=replace(layer.mixing, **products), feed_forward=feed_forward)
+
+    def with_norms(of_some: WithNorms) -> WithNorms:
+        norms = {field.name: getattr(of_some, field.name) for field in fields(of_some)}
+        found = {name: wrapped("norm", norm) for name, norm in norms.items() if isinstance(norm, DeviceNorm)}
+        return replace(of_some, **found)
 
     weights = decoder._weights  # noqa: SLF001
     modules = [vars(of_attention), vars(of_decoder)]
     kept = [module.copy() for module in modules]
-    decoder._weights = replace(weights, layers=tuple(map(written, weights.layers)))  # noqa: SLF001
+    decoder._weights = replace(with_norms(weights), layers=tuple(map(written, weights.layers)))  # noqa: SLF001
     for module in modules:
         module.update({name: wrapped(name, value) for name, value in module.items() if _is_of_kernels(value)})
     try:

@@ -70,6 +70,8 @@ USUAL = (
     "starcoder2",
     "gpt_neox",
     "cohere2",
+    "persimmon",
+    "bitnet",
     "gpt_oss",
     "llama4",
     "deepseek_v3",
@@ -98,11 +100,9 @@ REFUSED = dict.fromkeys(STATES, _STATE) | {
     "gemma4-keys": _UNEVEN,
     "gemma4-experts": _UNEVEN.replace(", layers", ", experts with norms of their own, layers"),
     "gemma4-shared": _UNEVEN.replace(", layers", ", inputs of each layer's own, layers"),
-    **dict.fromkeys(("cohere-norms", "persimmon", "stablelm-norms"), "layer norms of heads"),
     "laguna": "gates by softplus, layers that differ in their heads, or share keys and values",
     "laguna-channels": "gates by softplus",
     "mimo_v2": "layers that differ in their heads, or share keys and values, values with fewer channels than keys",
-    "bitnet": "norms before the projections behind attention and within the feed-forward",
     **dict.fromkeys(("modernbert_decoder", "modernbert_decoder-bias"), "a product and a norm before the head"),
     "opt-350m": "norms of sums",
     "bloom": r"scores that fall with distance \(ALiBi\)",
@@ -179,10 +179,6 @@ def test_the_text_of_a_whole_has_its_tokens(tmp_path):
     ("changes", "message"),
     [
         ({"head_dim": 520}, "LlamaForCausalLM, which has heads of 520 channels; allowed: backend torch"),
-        (
-            {"architectures": ["CohereForCausalLM"], "use_qk_norm": True},
-            "CohereForCausalLM, which has layer norms of heads; allowed: backend torch",
-        ),
         ({"architectures": ["BertModel"]}, "backend 'triton' is not allowed with an encoder; allowed: backend torch"),
     ],
 )

@@ -69,7 +69,8 @@ class AttentionSpace:
 class DeviceAttention:
     """A layer's ``Mixing``. ``place``: of its keys and values, in the pool. ``qkv`` gives its parts side by side.
 
-    ``query_norm`` and ``key_norm`` are ``[head_dim]``, or as wide as all heads, or None, with ``norm_eps``. A query sees
+    ``query_norm`` and ``key_norm`` are ``[head_dim]``, or as wide as all heads, or None, with ``norm_eps``; ``head_weights`` and
+    ``head_biases`` of layer norms of heads, float32 ``[heads + kv_heads, head_dim]``, or None. A query sees
     ``window`` positions; None: all. ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``; ``query_factors``
     float32, ``[context]``, or None. ``sinks`` float32, ``[heads]``, or None.
     """
@@ -80,6 +81,8 @@ class DeviceAttention:
     qkv: DeviceLinear
     query_norm: Tensor | None
     key_norm: Tensor | None
+    head_weights: Tensor | None
+    head_biases: Tensor | None
     norm_eps: float
     cosines: Tensor
     sines: Tensor
@@ -147,6 +150,8 @@ class DeviceAttention:
             head_dim=config.head_dim,
             q_norm=self.query_norm if by_head else None,
             k_norm=self.key_norm if by_head else None,
+            head_weights=self.head_weights,
+            head_biases=self.head_biases,
             norms_rotated=config.norms_rotated,
             eps=self.norm_eps,
             query_factors=self.query_factors,

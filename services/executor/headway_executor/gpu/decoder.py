@@ -17,17 +17,18 @@ from headway_executor.gpu.device_rows import DeviceRows
 from headway_executor.gpu.device_step import DeviceStep, Mixing
 from headway_executor.gpu.feed_forward import DeviceFeedForward
 from headway_executor.gpu.linear import DeviceLinear
+from headway_executor.gpu.norm import DeviceNorm
 from headway_executor.gpu.step_columns import ColumnViews
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.decoder import capped_
 from headway_executor.models.features import DENSE, Feature, lacking
-from headway_executor.models.loading import NormTensors
 from headway_kernels.gpu.attention.long_chunks import LongAttention
 from headway_kernels.gpu.attention.tuning import MOST_CHANNELS
-from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
 from headway_kernels.gpu.rows import expand_rows, gather_rows
 
 _FEATURES = DENSE | {
+    Feature.HEAD_LAYER_NORM,
+    Feature.INNER_NORM,
     Feature.NEAR_SHARES,
     Feature.EXPERTS,
     Feature.WEIGHED_INPUTS,
@@ -57,12 +58,12 @@ def check_kernels_have(config: ModelConfig) -> None:
 class LayerWeights:
     """Norms that a model does not have are None."""
 
-    attention_norm: NormTensors | None
+    attention_norm: DeviceNorm | None
     mixing: Mixing
-    attention_post_norm: NormTensors | None
-    mlp_norm: NormTensors | None
+    attention_post_norm: DeviceNorm | None
+    mlp_norm: DeviceNorm | None
     feed_forward: DeviceFeedForward
-    mlp_post_norm: NormTensors | None
+    mlp_post_norm: DeviceNorm | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class DecoderWeights:
     embedding: Tensor
     positions: Tensor | None
     layers: tuple[LayerWeights, ...]
-    final_norm: NormTensors
+    final_norm: DeviceNorm
     head: DeviceLinear
 
 
@@ -173,20 +174,20 @@ class Decoder:
             hidden.add_(normed)
         update: Tensor | None = None
         for layer in weights.layers:
-            inputs = self._normed(hidden, update, layer.attention_norm, normed)
+            inputs = _normed(hidden, update, layer.attention_norm, normed)
             layer.mixing(inputs, step, delta)
             self._finish(delta, layer.attention_post_norm)
             if self._config.is_parallel:
                 # Before anything is added to the hidden state.
-                self._normed(hidden, None, layer.mlp_norm, normed)
+                _normed(hidden, None, layer.mlp_norm, normed)
                 hidden.add_(delta)
                 inputs = normed
             else:
-                inputs = self._normed(hidden, delta, layer.mlp_norm, normed)
+                inputs = _normed(hidden, delta, layer.mlp_norm, normed)
             layer.feed_forward(inputs, step.slots, delta)
             self._finish(delta, layer.mlp_post_norm)
             update = delta
-        self._normed(hidden, update, weights.final_norm, normed)
+        _normed(hidden, update, weights.final_norm, normed)
 
     def logits(self, num_sampled: int) -> Tensor:
         """Logits ``[num_sampled, vocab]``, in memory that the next call reuses."""
@@ -201,22 +202,10 @@ class Decoder:
         self._weights.head(self._space.normed[first : first + count], logits)
         return self._scaled(logits)
 
-    def _normed(
-        self, hidden: Tensor, update: Tensor | None, norm: NormTensors | None, out: Tensor, eps: float | None = None
-    ) -> Tensor:
-        """Add ``update`` to the hidden state; return it behind a norm, if there is one."""
-        if norm is None:
-            return hidden if update is None else hidden.add_(update)
-        eps = self._config.norm.eps if eps is None else eps
-        if self._config.norm.kind == "rms":
-            add_rms_norm(hidden, update, norm.weight, out, eps=eps)
-        else:
-            add_layer_norm(hidden, update, norm.weight, norm.bias, out, eps=eps)
-        return out
-
-    def _finish(self, delta: Tensor, norm: NormTensors | None) -> None:
+    def _finish(self, delta: Tensor, norm: DeviceNorm | None) -> None:
         """What happens to an update before it is added."""
-        self._normed(delta, None, norm, delta, self._config.norm.eps_behind)
+        if norm is not None:
+            norm(delta, None, delta)
         if self._config.scalings.residual != 1:
             delta.mul_(self._config.scalings.residual)
 
@@ -239,3 +228,11 @@ class Decoder:
             space.slots[:num_tokens],
             block_size=self._rows.block_size,
         )
+
+
+def _normed(hidden: Tensor, update: Tensor | None, norm: DeviceNorm | None, out: Tensor) -> Tensor:
+    """Add ``update`` to the hidden state; return it behind a norm, if there is one."""
+    if norm is None:
+        return hidden if update is None else hidden.add_(update)
+    norm(hidden, update, out)
+    return out

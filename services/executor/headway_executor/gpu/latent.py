@@ -5,43 +5,27 @@ Owns: expanding compressed rows, their memory. Must not know: rotation, attentio
 As in ``models/latent.py``, keys and values are expanded before they are stored.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from headway_executor.gpu.linear import DeviceLinear
 from headway_executor.models.attention_config import LatentConfig
-from headway_executor.models.latent_tensors import LATENT_EPS
-from headway_kernels.gpu.norm import add_rms_norm
-
-
-class LatentExpansion(NamedTuple):
-    """A norm of compressed rows (``[rank]``) and the product behind it."""
-
-    norm: Tensor
-    product: DeviceLinear
-
-    def __call__(self, compressed: Tensor, out: Tensor) -> None:
-        """Normalise in place and expand."""
-        add_rms_norm(compressed, None, self.norm, compressed, eps=LATENT_EPS)
-        self.product(compressed, out)
 
 
 class LatentQkv:
     """A ``DeviceLinear`` to queries, keys and values, ``3 * heads * key_dim`` columns; keys are not rotated yet.
 
     ``compress`` gives what queries are made of, unless ``query`` takes the hidden state; then what keys and values are
-    made of, then the channels that all keys share. ``space`` ``[max tokens, its outputs]``.
+    made of, then the channels that all keys share; ``expand`` may change the former. ``space`` ``[max tokens, its outputs]``.
     """
 
     def __init__(
         self,
         config: LatentConfig,
         num_heads: int,
-        query: DeviceLinear | LatentExpansion,
+        query: DeviceLinear,
         compress: DeviceLinear,
-        expand: LatentExpansion,
+        expand: DeviceLinear,
         space: Tensor,
     ) -> None:
         self._config = config

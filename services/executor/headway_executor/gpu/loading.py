@@ -21,13 +21,14 @@ from headway_executor.gpu.feed_forward import (
     ExpertWeights,
     FeedForwardSpace,
 )
-from headway_executor.gpu.latent import LatentExpansion, LatentQkv, latent_space
+from headway_executor.gpu.latent import LatentQkv, latent_space
 from headway_executor.gpu.linear import AdaptedExperts, AdaptedLinear, DeviceExperts, DeviceLinear
+from headway_executor.gpu.norm import DeviceNorm, NormedLinear
 from headway_executor.models.adapters import AdapterSite
 from headway_executor.models.attention_config import RopeConfig
 from headway_executor.models.coded_tensors import Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
-from headway_executor.models.latent_tensors import Expansion, LatentTensors
+from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
 from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.rope import halves, query_factors, rotations
@@ -118,21 +119,32 @@ class _Loader:
         )
 
     def layer(self, index: int) -> LayerWeights:
-        names, layer = self._config.names, self._config.layers[index]
+        eps = (None, self._config.norm.eps_behind) * 2
+        attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = (
+            None if norm is None else self.norm(norm, own)
+            for norm, own in zip(self._tensors.norms_of_layer(index), eps, strict=True)
+        )
         return LayerWeights(
-            attention_norm=self._norm(index, names.attention_norm),
+            attention_norm=attention_norm,
             mixing=self._attention(index),
-            attention_post_norm=self._norm(index, names.attention_post_norm),
-            mlp_norm=self._norm(index, names.mlp_norm),
-            feed_forward=self._feed_forward(index, layer.feed_forward),
-            mlp_post_norm=self._norm(index, names.mlp_post_norm),
+            attention_post_norm=attention_post_norm,
+            mlp_norm=mlp_norm,
+            feed_forward=self._feed_forward(index, self._config.layers[index].feed_forward),
+            mlp_post_norm=mlp_post_norm,
         )
 
     def _attention(self, index: int) -> DeviceAttention:
         config, tensors = self._config, self._tensors
         layer, latent, sinks = config.layers[index], tensors.latent(index), tensors.sinks(index)
-        query_norm, key_norm = _head_norms(config, tensors.head_norms.weight(index))
+        weights, biases = tensors.head_norms.weight(index), tensors.head_norms.bias(index)
+        are_centred = config.attention.qk_norm == "layer"
+        query_norm, key_norm = _head_norms(config, None if are_centred else weights)
         cosines, sines = self._table(layer.rope)
+        output = (
+            self._projection(index, AdapterSite.OUTPUT, lambda read: read.output(index))
+            if latent is None
+            else self._adapted(self._weights.product(latent.output(), None), index, AdapterSite.OUTPUT)
+        )
         return DeviceAttention(
             config=config.attention_of(index),
             space=self._attention_space,
@@ -142,26 +154,31 @@ class _Loader:
             else self._latent(index, latent),
             query_norm=None if query_norm is None else self._norm_weight(query_norm),
             key_norm=None if key_norm is None else self._norm_weight(key_norm),
+            head_weights=self._wide(weights) if weights is not None and are_centred else None,
+            head_biases=None if biases is None else self._wide(biases),
             norm_eps=config.norm.eps,
             cosines=cosines,
             sines=sines,
             query_factors=None if layer.query_growth is None else self._growth(layer.query_growth),
-            output=self._projection(index, AdapterSite.OUTPUT, lambda read: read.output(index))
-            if latent is None
-            else self._adapted(self._weights.product(latent.output(), None), index, AdapterSite.OUTPUT),
+            output=self._behind(index, config.names.output_norm, output),
             window=layer.window,
             sinks=None if sinks is None else self._wide(sinks),
         )
 
-    def norm(self, stored: NormTensors) -> NormTensors:
-        """A norm of whole rows."""
-        return NormTensors(
-            self._norm_weight(stored.weight), None if stored.bias is None else self._norm_weight(stored.bias)
+    def norm(self, stored: NormTensors, eps: float | None = None) -> DeviceNorm:
+        """A norm of whole rows, by default with the epsilon of most."""
+        config = self._config.norm
+        return DeviceNorm(
+            weight=self._norm_weight(stored.weight),
+            bias=None if stored.bias is None else self._norm_weight(stored.bias),
+            eps=config.eps if eps is None else eps,
+            is_centred=config.kind == "layer",
         )
 
-    def _norm(self, index: int, name: str | None) -> NormTensors | None:
-        stored = self._tensors.norm(index, name)
-        return None if stored is None else self.norm(stored)
+    def _behind(self, index: int, name: str | None, product: DeviceLinear) -> DeviceLinear:
+        """A product behind the norm of that ``name`` in a layer, if there is one."""
+        norm = self._tensors.norm(index, name)
+        return product if norm is None else NormedLinear(self.norm(norm), product)
 
     def _norm_weight(self, weight: Tensor) -> Tensor:
         return self._weights.here(weight) if self._config.norm.rounds_first else self._wide(weight)
@@ -175,7 +192,6 @@ class _Loader:
         assert config is not None
         assert self._latent_space is not None
         expansion, compress = latent.query_expansion(), latent.key_value_in()
-        queries: DeviceLinear | LatentExpansion
         if expansion is None or query_in is None:
             assert query is not None
             queries = self._adapted(self._weights.product(query, None), index, AdapterSite.LATENT_QUERY)
@@ -195,18 +211,20 @@ class _Loader:
             self._latent_space,
         )
 
-    def _expansion(self, expansion: Expansion, index: int, site: AdapterSite) -> LatentExpansion:
+    def _expansion(self, expansion: Expansion, index: int, site: AdapterSite) -> DeviceLinear:
         product = self._adapted(self._weights.product(expansion.weight, None), index, site)
-        return LatentExpansion(self._weights.here(expansion.norm), product)
+        norm = DeviceNorm(self._weights.here(expansion.norm), None, LATENT_EPS, is_centred=False)
+        return NormedLinear(norm, product)
 
     def _feed_forward(self, index: int, feed: FeedForwardConfig) -> DeviceFeedForward:
         if feed.experts is not None:
             return self._experts(index, feed, feed.experts)
         curve = self._tensors.curve(index)
+        down = self._projection(index, AdapterSite.DOWN, lambda read: read.down(index))
         return DenseFeedForward(
             self._projection(index, AdapterSite.GATE_UP, lambda read: read.gate_up(index)),
             feed,
-            self._projection(index, AdapterSite.DOWN, lambda read: read.down(index)),
+            self._behind(index, self._config.names.down_norm, down),
             self._dense_space(feed.intermediate_size, feed.is_gated),
             None if curve is None else self._wide(curve),
         )
