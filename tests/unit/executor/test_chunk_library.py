@@ -143,10 +143,11 @@ def test_a_value_that_there_is_not_is_refused(model):
 
 
 @pytest.mark.usefixtures("hopper")
-def test_soft_caps_and_sinks_are_refused_where_there_are_no_windows(tmp_path):
+def test_what_libraries_lack_is_refused_where_there_are_no_windows(tmp_path):
     for family, fields, message in (
         ("gemma2", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, "soft caps"),
         ("gpt_oss", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, "attention sinks"),
+        ("mpt", {}, "scores that fall with distance"),
     ):
         directory = tmp_path / family
         directory.mkdir()

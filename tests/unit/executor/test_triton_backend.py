@@ -80,6 +80,7 @@ USUAL = (
     "phimoe",
     "kolibri1",
     "falcon-40b",
+    "mpt",
     "codegen",
     "nanochat",
     "gpt2",
@@ -105,9 +106,6 @@ REFUSED = dict.fromkeys(STATES, _STATE) | {
     "mimo_v2": "layers that differ in their heads, or share keys and values, values with fewer channels than keys",
     **dict.fromkeys(("modernbert_decoder", "modernbert_decoder-bias"), "a product and a norm before the head"),
     "opt-350m": "norms of sums",
-    "bloom": r"scores that fall with distance \(ALiBi\)",
-    "mpt": r"scores that fall with distance \(ALiBi\)",
-    "falcon-rw": r"scores that fall with distance \(ALiBi\)",
 }
 """What the kernels lack."""
 

@@ -14,7 +14,13 @@ from headway_executor.gpu.device_step import DeviceStep
 from headway_executor.gpu.linear import DeviceLinear
 from headway_executor.gpu.step_columns import ColumnViews
 from headway_executor.models.attention_config import AttentionConfig
-from headway_kernels.gpu.attention.paged import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
+from headway_kernels.gpu.attention.paged import (
+    AttentionRows,
+    AttentionWorkspace,
+    Slopes,
+    paged_attention,
+    plan_attention,
+)
 from headway_kernels.gpu.attention.tuning import AttentionTuning, tokens_per_tile
 from headway_kernels.gpu.norm import add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
@@ -72,7 +78,7 @@ class DeviceAttention:
     ``query_norm`` and ``key_norm`` are ``[head_dim]``, or as wide as all heads, or None, with ``norm_eps``; ``head_weights`` and
     ``head_biases`` of layer norms of heads, float32 ``[heads + kv_heads, head_dim]``, or None. A query sees
     ``window`` positions; None: all. ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``; ``query_factors``
-    float32, ``[context]``, or None. ``sinks`` float32, ``[heads]``, or None.
+    float32, ``[context]``, or None. ``sinks`` float32, ``[heads]``, or None; ``slopes`` of all heads, or None.
     """
 
     config: AttentionConfig
@@ -90,6 +96,7 @@ class DeviceAttention:
     output: DeviceLinear
     window: int | None
     sinks: Tensor | None
+    slopes: Slopes | None
 
     def __call__(self, inputs: Tensor, step: DeviceStep, out: Tensor) -> None:
         """See ``Mixing``."""
@@ -113,6 +120,7 @@ class DeviceAttention:
             window=self.window,
             soft_cap=config.softcap,
             sinks=self.sinks,
+            slopes=self.slopes,
             has_decodes=step.has_decodes,
             has_chunks=step.has_chunks,
             tuning=space.tuning,

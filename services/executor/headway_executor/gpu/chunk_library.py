@@ -73,6 +73,7 @@ def lacking(library: Library, config: ModelConfig, dtype: torch.dtype, device: t
         "windows": any(layer.window is not None for layer in config.layers),
         "soft caps": attention.softcap is not None,
         "attention sinks": config.names.sinks is not None,
+        "scores that fall with distance": attention.alibi is not None,
         "latent attention": attention.latent is not None,
         f"heads of {config.head_dim} channels": config.head_dim not in library.head_dims,
     }

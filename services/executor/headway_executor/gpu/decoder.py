@@ -39,6 +39,7 @@ _FEATURES = DENSE | {
     Feature.CLIP,
     Feature.CURVE,
     Feature.POSITIONS,
+    Feature.ALIBI,
 }
 """What these kernels have beyond a plain decoder."""
 

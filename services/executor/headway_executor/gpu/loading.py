@@ -25,7 +25,8 @@ from headway_executor.gpu.latent import LatentQkv, latent_space
 from headway_executor.gpu.linear import AdaptedExperts, AdaptedLinear, DeviceExperts, DeviceLinear
 from headway_executor.gpu.norm import DeviceNorm, NormedLinear
 from headway_executor.models.adapters import AdapterSite
-from headway_executor.models.attention_config import RopeConfig
+from headway_executor.models.alibi import slopes_of
+from headway_executor.models.attention_config import AttentionConfig, RopeConfig
 from headway_executor.models.coded_tensors import Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
@@ -33,6 +34,7 @@ from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.rope import halves, query_factors, rotations
 from headway_executor.models.stored_names import TensorSource
+from headway_kernels.gpu.attention.paged import Slopes
 from headway_kernels.gpu.tunings import Tunings
 
 
@@ -110,6 +112,7 @@ class _Loader:
         self._latent_space = None if latent is None else latent_space(latent, max_num_tokens, dtype, device)
         # Layers that are alike share memory.
         self._table = cache(lambda rope: _table(config, rope, max_model_len, device))
+        self._slopes = cache(lambda attention: _slopes(attention, device))
         self._growth = cache(lambda growth: query_factors(growth, max_model_len).to(device))
         self._expert_space = cache(lambda feed: ExpertSpace(max_num_tokens, config.hidden_size, feed, dtype, device))
         self._dense_space = cache(
@@ -163,6 +166,7 @@ class _Loader:
             output=self._behind(index, config.names.output_norm, output),
             window=layer.window,
             sinks=None if sinks is None else self._wide(sinks),
+            slopes=self._slopes(config.attention_of(index)),
         )
 
     def norm(self, stored: NormTensors, eps: float | None = None) -> DeviceNorm:
@@ -290,6 +294,11 @@ def _head_norms(config: ModelConfig, weights: Tensor | None) -> tuple[Tensor | N
     if weights is None or config.attention.qk_norm != "all":
         return (None, None) if weights is None else (weights[0], weights[-1])
     return weights[: config.num_heads].flatten(), weights[config.num_heads :].flatten()
+
+
+def _slopes(attention: AttentionConfig, device: torch.device) -> Slopes | None:
+    alibi = attention.alibi
+    return None if alibi is None else Slopes(slopes_of(attention.num_heads).to(device), alibi.is_rounded)
 
 
 def _table(config: ModelConfig, rope: RopeConfig | None, max_model_len: int, device: torch.device) -> Tensor:

@@ -41,14 +41,16 @@ def score_biases(attention: AttentionConfig, num_positions: int) -> ScoreBiases 
     alibi = attention.alibi
     if alibi is None:
         return None
-    positions, slopes = torch.arange(num_positions), _slopes(attention.num_heads)[:, None]
+    positions, slopes = torch.arange(num_positions), slopes_of(attention.num_heads)[:, None]
     if alibi.is_rounded:
         return ScoreBiases((slopes.bfloat16() * positions).float() * attention.scale, is_by_distance=False)
     return ScoreBiases(-slopes * positions, is_by_distance=True)
 
 
-def _slopes(num_heads: int) -> Tensor:
-    """Those of the next power of two: every second one, and then those between."""
+def slopes_of(num_heads: int) -> Tensor:
+    """By how much scores fall from key to key, float32, ``[heads]``: those of the next power of two, every second one, and
+    then those between.
+    """
     count = 2 ** math.ceil(math.log2(num_heads))
     slopes = 2.0 ** (-torch.arange(1, count + 1) * _LEAST / count)
     return slopes if count == num_heads else torch.cat([slopes[1::2], slopes[::2]])[:num_heads]
