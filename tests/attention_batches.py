@@ -38,6 +38,8 @@ class Shape:
     key_tile: int = 64
     seed: int = 0
     has_codes: bool = False
+    apart: int = 0
+    """Numbers between a block and the next."""
 
     @property
     def tuning(self):
@@ -72,6 +74,10 @@ class Batch:
         self.pool = pool.to(device, shape.dtype)
         if shape.has_codes:
             self.pool = kv_codes.encoded(self.pool)
+        if shape.apart:
+            flat = self.pool.flatten(1)
+            spread = flat.new_full((len(flat), flat.shape[1] + shape.apart), torch.nan)
+            self.pool = spread[:, : flat.shape[1]].copy_(flat).unflatten(1, self.pool.shape[1:])
         starts = torch.tensor([0, *accumulate(tokens)])
         lengths = torch.tensor([length for _, length in shape.rows])
         self.rows = self.with_rows(rows, starts, lengths, tables)

@@ -14,10 +14,14 @@ from headway_kernels import kv_codes
 # ---- layers: norm, activation, rotary ---------------------------------------------------------------------------------
 
 
-def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, *, eps: float) -> None:
+def add_rms_norm(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, *, eps: float, factor: Tensor | None = None
+) -> None:
     """``gpu.norm.add_rms_norm``."""
     if delta is not None:
         hidden.add_(delta)
+    if factor is not None:
+        hidden.mul_(factor)
     out.copy_(_rms_normalised(hidden, weight, eps))
 
 
@@ -61,12 +65,13 @@ def rotate_and_store(
     head_biases: Tensor | None = None,
     eps: float = 0.0,
     norms_rotated: bool = False,
+    norms_values: bool = False,
     query_factors: Tensor | None = None,
 ) -> None:
     """``gpu.rotary.rotate_and_store``."""
     num_tokens, block_size = qkv.shape[0], pool_layer.shape[2]
     heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
-    queries, keys, values = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+    queries, keys, values = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
     cosine, sine = (table[positions.long(), None] for table in (cosines, sines))
 
     def placed(heads: Tensor, normed: Callable[[Tensor], Tensor], factors: Tensor | float = 1) -> Tensor:
@@ -80,14 +85,15 @@ def rotate_and_store(
         return lambda heads: heads if weight is None else _rms_normalised(heads, weight, eps)
 
     factors = 1 if query_factors is None else query_factors[positions.long(), None, None]
-    stored = torch.cat([placed(keys, norm(k_norm, slice(num_heads, None))).to(qkv.dtype), values], dim=1)
+    of_values = _rms_normalised(values, values.new_ones(head_dim), eps) if norms_values else values
+    stored = torch.cat([placed(keys, norm(k_norm, slice(num_heads, None))).to(qkv.dtype), of_values], dim=1)
     queries.copy_(placed(queries, norm(q_norm, slice(num_heads)), factors))
     targets: tuple[Tensor, ...] = (pool_layer,)
     sources: tuple[Tensor, ...] = (stored,)
     if kv_codes.is_coded(pool_layer):
         targets, sources = kv_codes.parts(pool_layer), kv_codes.encode(stored)
     for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
+        if slot >= 0 and num_kv_heads:
             for target, source in zip(targets, sources, strict=True):
                 target[slot // block_size, :, slot % block_size] = source[token]
 

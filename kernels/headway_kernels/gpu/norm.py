@@ -15,14 +15,16 @@ ELEMENTS_PER_THREAD = 16
 MOST_WARPS = 16
 
 
-def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, *, eps: float) -> None:
-    """``hidden += delta`` in place, then ``out = hidden / rms(hidden) * weight``.
+def add_rms_norm(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, *, eps: float, factor: Tensor | None = None
+) -> None:
+    """``hidden += delta``, then ``hidden *= factor``, both in place, then ``out = hidden / rms(hidden) * weight``.
 
-    ``hidden``, ``delta`` (or None) and ``out`` ``[T, C]``, any row stride; ``weight`` ``[C]``; one floating dtype, but
-    ``weight`` may be float32.
+    ``hidden``, ``delta`` (or None) and ``out`` ``[T, C]``, any row stride; ``weight`` ``[C]``, ``factor`` ``[1]`` (beside a
+    ``delta``) or None; one floating dtype, but ``weight`` may be float32.
     ``out`` may be ``delta`` or, without one, ``hidden``. ``C`` up to 65536: registers hold a row.
 
-    The sum and the normalised row are rounded, as in three operators; the rest is float32.
+    The sum, its product and the normalised row are rounded, as in four operators; the rest is float32.
     """
     num_tokens, width = hidden.shape
     if num_tokens == 0:
@@ -32,6 +34,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tens
         hidden,
         hidden if delta is None else delta,
         weight,
+        weight if factor is None else factor,
         out,
         hidden.stride(0),
         hidden.stride(0) if delta is None else delta.stride(0),
@@ -40,6 +43,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tens
         WIDTH=width,
         BLOCK=block,
         HAS_DELTA=delta is not None,
+        HAS_FACTOR=factor is not None,
         num_warps=warps_for(block),
         **dependent_launch(hidden.device),
     )
@@ -85,6 +89,7 @@ def _add_rms_norm(
     hidden,
     delta,
     weight,
+    factor,
     out,
     hidden_stride,
     delta_stride,
@@ -93,6 +98,7 @@ def _add_rms_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_grid(PDL)
@@ -104,6 +110,8 @@ def _add_rms_norm(
     if HAS_DELTA:
         values += tl.load(delta + row * delta_stride + channels, mask=within, other=0.0).to(tl.float32)
         rounded = values.to(dtype)
+        if HAS_FACTOR:
+            rounded = (rounded.to(tl.float32) * tl.load(factor).to(tl.float32)).to(dtype)
         tl.store(hidden + row * hidden_stride + channels, rounded, mask=within)
         values = rounded.to(tl.float32)
     inverse = tl.math.rsqrt(tl.sum(values * values, axis=0) / WIDTH + eps)

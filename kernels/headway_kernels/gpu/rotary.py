@@ -37,6 +37,7 @@ def rotate_and_store(
     head_biases: Tensor | None = None,
     eps: float = 0.0,
     norms_rotated: bool = False,
+    norms_values: bool = False,
     query_factors: Tensor | None = None,
 ) -> None:
     """Rotate queries in place; store rotated keys, and values, in the pool. ``qkv`` keeps its keys and values.
@@ -50,15 +51,17 @@ def rotate_and_store(
     None: nothing does.
 
     Heads behind an RMSNorm are rounded before and after the product with the weight, behind a layer norm once, then rotated
-    in float32; with ``norms_rotated``, rotated and rounded before that.
+    in float32; with ``norms_rotated``, rotated and rounded before that. With ``norms_values``, values have an RMSNorm, too,
+    without a weight. Without ``num_kv_heads``, ``qkv`` has queries alone, and nothing is stored.
     """
     num_tokens = qkv.shape[0]
     if num_tokens == 0:
         return
     block_pairs = triton.next_power_of_2(head_dim // 2)
     block_heads = max(PAIRS_PER_PROGRAM // block_pairs, 1)
-    norms = (q_norm, k_norm) if head_weights is None else (head_weights, head_biases)
-    normalise = q_norm is not None and k_norm is not None
+    norms = (q_norm, q_norm if k_norm is None else k_norm) if head_weights is None else (head_weights, head_biases)
+    normalise = q_norm is not None
+    assert not norms_values or (normalise and not norms_rotated), "values have the norm of what is not rotated yet"
     _rotate_and_store[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block_heads))](
         qkv,
         positions,
@@ -75,6 +78,7 @@ def rotate_and_store(
         PAIRS=head_dim // 2,
         CODED=int(is_coded(pool_layer)),
         BLOCK_SIZE=pool_layer.shape[2],
+        BLOCK_STRIDE=pool_layer.stride(0),
         BLOCK_HEADS=block_heads,
         BLOCK_PAIRS=block_pairs,
         NORMALISE=normalise,
@@ -82,6 +86,7 @@ def rotate_and_store(
         HAS_BIASES=head_biases is not None,
         GROWS=query_factors is not None,
         NORMS_ROTATED=norms_rotated,
+        NORMS_VALUES=norms_values,
         num_warps=NUM_WARPS,
         **dependent_launch(qkv.device),
     )
@@ -105,6 +110,7 @@ def _rotate_and_store(
     PAIRS: tl.constexpr,
     CODED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -112,6 +118,7 @@ def _rotate_and_store(
     HAS_BIASES: tl.constexpr,
     GROWS: tl.constexpr,
     NORMS_ROTATED: tl.constexpr,
+    NORMS_VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """With ``LAYER_NORMS``, ``q_norm`` and ``k_norm`` are weights and biases of all heads of queries and keys."""
@@ -135,7 +142,9 @@ def _rotate_and_store(
         left = (first * cosine - second * sine).to(dtype).to(tl.float32)
         right = (first * sine + second * cosine).to(dtype).to(tl.float32)
     if NORMALISE:
-        left, right = _rms_normed(left, right, q_norm, k_norm, eps, pairs, is_query, dtype, PAIRS)
+        left, right = _rms_normed(left, right, q_norm, k_norm, eps, pairs, is_query, is_rotated, dtype, PAIRS)
+        if NORMS_VALUES:
+            first, second = left, right
     if LAYER_NORMS:
         is_there = within & is_rotated
         left, right = _layer_normed(left, right, q_norm, k_norm, eps, heads, pairs, is_there, dtype, PAIRS, HAS_BIASES)
@@ -151,7 +160,7 @@ def _rotate_and_store(
     tl.store(source, rotated_first, mask=within & is_query)
     tl.store(source + PAIRS, rotated_second, mask=within & is_query)
     slot = tl.load(slots + token).to(tl.int64)
-    block = pool_layer + (slot // BLOCK_SIZE) * (2 * NUM_KV_HEADS * BLOCK_SIZE * (2 * PAIRS + CODED))
+    block = pool_layer + (slot // BLOCK_SIZE) * BLOCK_STRIDE
     vector = (heads - NUM_HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE
     target = block + vector[:, None] * (2 * PAIRS) + pairs[None, :]
     # Not "& (slot >= 0)": Triton's interpreter cannot broadcast what comparing a scalar gives.
@@ -171,12 +180,14 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _rms_normed(left, right, q_norm, k_norm, eps, pairs, is_query, dtype: tl.constexpr, PAIRS: tl.constexpr):
+def _rms_normed(
+    left, right, q_norm, k_norm, eps, pairs, is_query, is_rotated, dtype: tl.constexpr, PAIRS: tl.constexpr
+):
     """Half-heads ``[heads, pairs]`` behind an RMSNorm, rounded to the model's dtype; float32."""
     squares = tl.sum(left * left + right * right, axis=1)
     inverse = tl.math.rsqrt(squares / (2 * PAIRS) + eps)[:, None]
-    left = _times_weight((left * inverse).to(dtype), q_norm, k_norm, pairs, PAIRS, is_query)
-    right = _times_weight((right * inverse).to(dtype), q_norm + PAIRS, k_norm + PAIRS, pairs, PAIRS, is_query)
+    left = _times_weight((left * inverse).to(dtype), q_norm, k_norm, pairs, PAIRS, is_query, is_rotated)
+    right = _times_weight((right * inverse).to(dtype), q_norm + PAIRS, k_norm + PAIRS, pairs, PAIRS, is_query, is_rotated)
     return left, right
 
 
@@ -209,9 +220,9 @@ def _layer_normed(
 
 
 @triton.jit
-def _times_weight(normalised, q_norm, k_norm, pairs, PAIRS: tl.constexpr, is_query):
-    """Half-heads ``[heads, pairs]`` times their kind's weight, rounded to the model's dtype; float32."""
+def _times_weight(normalised, q_norm, k_norm, pairs, PAIRS: tl.constexpr, is_query, is_rotated):
+    """Half-heads ``[heads, pairs]`` times their kind's weight, which is 1 of values, rounded to the model's dtype; float32."""
     of_queries = tl.load(q_norm + pairs, mask=pairs < PAIRS, other=0.0).to(tl.float32)[None, :]
     of_keys = tl.load(k_norm + pairs, mask=pairs < PAIRS, other=0.0).to(tl.float32)[None, :]
-    scaled = normalised.to(tl.float32) * tl.where(is_query, of_queries, of_keys)
+    scaled = normalised.to(tl.float32) * tl.where(is_query, of_queries, tl.where(is_rotated, of_keys, 1.0))
     return scaled.to(normalised.dtype).to(tl.float32)

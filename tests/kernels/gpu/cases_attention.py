@@ -57,6 +57,7 @@ def model(
     sinks=False,
     alibi=0,
     codes=False,
+    stride=None,
     below=1000,
 ):
     """The kernels of one model, cut as for devices of compute capability ``major``."""
@@ -66,6 +67,7 @@ def model(
         "GROUP": group,
         "NUM_KV_HEADS": 8,
         "BLOCK_SIZE": block_size,
+        "BLOCK_STRIDE": stride or 16 * block_size * (head_dim + int(codes)),
         "HEAD_DIM": head_dim,
         "PADDED_HEAD_DIM": max(16, attention_tuning.power_of_two(head_dim)),
         "CODED": int(codes),
@@ -123,6 +125,7 @@ CASES = [
     *model(9, 64, "*bf16", group=8, window=True, sinks=True),
     *model(9, 128, "*bf16", group=1, alibi=BY_DISTANCE.value),
     *model(9, 64, "*fp16", group=1, alibi=BY_PLACE.value),
+    *model(9, 512, "*bf16", group=8, stride=16 * 16 * 5888),  # Of layers that stand behind each other.
     *model(8, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True, below=90),
     *model(8, 64, "*bf16", group=8, window=True, sinks=True, below=90),
     *model(8, 12, "*fp32", group=1, block_size=8),

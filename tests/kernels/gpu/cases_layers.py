@@ -9,14 +9,14 @@ BLOCK_SIZE = 16
 WIDEST = 16384
 
 
-def norm_case(dtype, width, has_delta):
+def norm_case(dtype, width, has_delta, *, has_factor=False):
     return CompileCase(
-        name=f"add_rms_norm {dtype} {width} delta={has_delta}",
+        name=f"add_rms_norm {dtype} {width} delta={has_delta} factor={has_factor}",
         kernel=norm._add_rms_norm,
         signature=dict.fromkeys(("hidden", "delta", "weight", "out"), f"*{dtype}")
         | dict.fromkeys(("hidden_stride", "delta_stride", "out_stride"), "i32")
-        | {"eps": "fp32"},
-        constants={"WIDTH": width, "BLOCK": width, "HAS_DELTA": has_delta},
+        | {"eps": "fp32", "factor": f"*{dtype}"},
+        constants={"WIDTH": width, "BLOCK": width, "HAS_DELTA": has_delta, "HAS_FACTOR": has_factor},
         num_warps=norm.warps_for(width),
         aligned=("hidden", "delta", "weight", "out", "hidden_stride", "delta_stride", "out_stride"),
     )
@@ -59,10 +59,21 @@ def curve_case(dtype):
     )
 
 
-def rotary_case(dtype, head_dim, normalise, *, codes=False, grows=False, layer_norms=False):
+def rotary_case(
+    dtype,
+    head_dim,
+    normalise,
+    *,
+    codes=False,
+    grows=False,
+    layer_norms=False,
+    norms_values=False,
+    kv_heads=NUM_KV_HEADS,
+):
     block_pairs = 1 << (head_dim // 2 - 1).bit_length()
+    kinds = f"normalise={normalise} codes={codes} grows={grows} layer_norms={layer_norms} kv_heads={kv_heads}"
     return CompileCase(
-        name=f"rotate_and_store {dtype} {head_dim} normalise={normalise} codes={codes} grows={grows} layer_norms={layer_norms}",
+        name=f"rotate_and_store {dtype} {head_dim} {kinds}",
         kernel=rotary._rotate_and_store,
         signature=dict.fromkeys(("qkv", "pool_layer", "q_norm", "k_norm"), f"*{dtype}")
         | ({"pool_layer": "*u8"} if codes else {})
@@ -71,10 +82,11 @@ def rotary_case(dtype, head_dim, normalise, *, codes=False, grows=False, layer_n
         | {"qkv_stride": "i32", "eps": "fp32"},
         constants={
             "NUM_HEADS": NUM_HEADS,
-            "NUM_KV_HEADS": NUM_KV_HEADS,
+            "NUM_KV_HEADS": kv_heads,
             "PAIRS": head_dim // 2,
             "CODED": int(codes),
             "BLOCK_SIZE": BLOCK_SIZE,
+            "BLOCK_STRIDE": 2 * NUM_KV_HEADS * BLOCK_SIZE * (head_dim + int(codes)),
             "BLOCK_HEADS": max(rotary.PAIRS_PER_PROGRAM // block_pairs, 1),
             "BLOCK_PAIRS": block_pairs,
             "NORMALISE": normalise,
@@ -82,6 +94,7 @@ def rotary_case(dtype, head_dim, normalise, *, codes=False, grows=False, layer_n
             "HAS_BIASES": layer_norms,
             "GROWS": grows,
             "NORMS_ROTATED": False,
+            "NORMS_VALUES": norms_values,
         },
         num_warps=rotary.NUM_WARPS,
         aligned=("qkv", "pool_layer", "q_norm", "k_norm", "cosines", "sines", "qkv_stride"),
@@ -122,6 +135,7 @@ COUNTS = ("num_rows", "num_tokens", "search_steps")
 CASES = [
     norm_case("bf16", HIDDEN, has_delta=True),
     norm_case("bf16", HIDDEN, has_delta=False),
+    norm_case("bf16", HIDDEN, has_delta=True, has_factor=True),
     norm_case("bf16", WIDEST, has_delta=True),
     norm_case("fp32", HIDDEN, has_delta=True),
     layer_norm_case("bf16", has_bias=True),
@@ -137,6 +151,8 @@ CASES = [
     rotary_case("bf16", HEAD_DIM, normalise=False, grows=True),
     rotary_case("bf16", HEAD_DIM, normalise=False, layer_norms=True),
     rotary_case("bf16", HEAD_DIM, normalise=True, codes=True),
+    rotary_case("bf16", 512, normalise=True, norms_values=True),
+    rotary_case("bf16", 512, normalise=True, kv_heads=0),
     rotary_case("fp32", HEAD_DIM, normalise=True),
     gather_case("bf16"),
     gather_case("fp32"),

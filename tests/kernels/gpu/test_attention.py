@@ -105,6 +105,12 @@ def test_a_key_that_is_no_number_spoils_the_queries_that_see_it(kernel_device):
     assert torch.equal(spoilt[6:11, first_head.stop :], usual[6:11, first_head.stop :])
 
 
+def test_blocks_may_lie_apart(kernel_device):
+    """As where layers of several sizes stand behind each other in a block."""
+    shape = Shape(((1, 300), (20, 70), (9, 9), (0, 0)), window=250)
+    assert torch.equal(Batch(replace(shape, apart=192), kernel_device).attend(), Batch(shape, kernel_device).attend())
+
+
 @pytest.mark.parametrize("group", [9, 16, 20])
 def test_large_groups(group, kernel_device):
     check(Shape(((1, 40), (6, 40)), num_kv_heads=1, group=group), kernel_device)

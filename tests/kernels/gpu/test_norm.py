@@ -35,16 +35,18 @@ def padded(seed, shape, dtype, device, spare):
     spare=st.integers(0, 3),
     dtype=DTYPES,
     adds=st.booleans(),
+    multiplies=st.booleans(),
     seed=SEEDS,
 )
-def test_equals_the_oracle(kernel_device, num_tokens, width, spare, dtype, adds, seed):
+def test_equals_the_oracle(kernel_device, num_tokens, width, spare, dtype, adds, multiplies, seed):
     hidden = padded(seed, (num_tokens, width), dtype, kernel_device, spare)
     delta = padded(seed + 1, (num_tokens, width), dtype, kernel_device, 1) if adds else None
     weight = padded(seed + 2, (1, width), dtype, kernel_device, 0)[0]
     out = torch.full((num_tokens, width + spare), torch.nan, device=kernel_device, dtype=dtype)
     expected_hidden, expected = hidden.clone(), torch.empty_like(hidden)
-    reference.add_rms_norm(expected_hidden, delta, weight, expected, eps=EPS)
-    add_rms_norm(hidden, delta, weight, out[:, :width], eps=EPS)
+    factor = padded(seed + 3, (1, 1), dtype, kernel_device, 0)[0] if adds and multiplies else None
+    reference.add_rms_norm(expected_hidden, delta, weight, expected, eps=EPS, factor=factor)
+    add_rms_norm(hidden, delta, weight, out[:, :width], eps=EPS, factor=factor)
     assert torch.equal(hidden, expected_hidden)
     torch.testing.assert_close(out[:, :width], expected, **TOLERANCE[dtype])
     assert out[:, width:].isnan().all()

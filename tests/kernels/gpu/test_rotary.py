@@ -1,5 +1,7 @@
 """Rotating queries and keys, and storing keys and values, beside the oracle and the executor's operators."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -62,8 +64,10 @@ def tables(head_dim, device):
     dtype=DTYPES,
     norm=st.sampled_from(NORMS),
     norms_rotated=st.booleans(),
+    norms_values=st.booleans(),
     has_codes=st.booleans(),
     grows=st.booleans(),
+    has_keys=st.booleans(),
     spare=st.sampled_from((0, 3)),
 )
 def test_equals_the_oracle(
@@ -79,10 +83,15 @@ def test_equals_the_oracle(
     has_codes,
     grows,
     norms_rotated,
+    norms_values,
+    has_keys,
     spare,
 ):
     tolerance = (NORMALISED_TOLERANCE if norm else TOLERANCE)[dtype]
-    num_heads = num_kv_heads * group
+    num_heads, num_stored = num_kv_heads * group, num_kv_heads
+    norms_values &= norm == "rms" and not norms_rotated
+    if not has_keys:  # They are those of a layer before.
+        num_kv_heads = 0
     width = (num_heads + 2 * num_kv_heads) * head_dim
     seed = data.draw(st.integers(0, 2**31))
     positions = data.draw(st.lists(st.integers(0, CONTEXT - 1), min_size=num_tokens, max_size=num_tokens))
@@ -93,12 +102,16 @@ def test_equals_the_oracle(
     norms = {
         **norms_of(norm, seed, num_heads, num_kv_heads, head_dim, options),
         "norms_rotated": norms_rotated,
+        "norms_values": norms_values,
     }
     _, cosines, sines = tables(head_dim, kernel_device)
     factors = torch.linspace(1.0, 1.5, CONTEXT, device=kernel_device) if grows else None
     whole = torch.full((num_tokens, width + spare), torch.nan, **options)
     whole[:, :width] = normal(seed, num_tokens, width, **options)
-    pool = torch.full((NUM_BLOCKS, 2 * num_kv_heads, block_size, head_dim), torch.nan, **options)
+    # Blocks lie apart, as where layers stand behind each other in them.
+    block = (2 * num_stored, block_size, head_dim)
+    whole_pool = torch.full((NUM_BLOCKS, math.prod(block) + 64 * spare), torch.nan, **options)
+    pool = whole_pool[:, : math.prod(block)].unflatten(1, block)
     if has_codes:
         pool = torch.full((*pool.shape[:3], head_dim + 1), 255, dtype=torch.uint8, device=kernel_device)
     expected, expected_pool = whole[:, :width].clone(), pool.clone()
@@ -112,12 +125,14 @@ def test_equals_the_oracle(
     assert whole[:, width:].isnan().all()
     if has_codes:
         for found, wanted in zip(kv_codes.parts(pool), kv_codes.parts(expected_pool), strict=True):
-            assert torch.equal(found[:, num_kv_heads:], wanted[:, num_kv_heads:])
+            assert norms_values or torch.equal(found[:, num_kv_heads:], wanted[:, num_kv_heads:])
         # A rotated channel may fall on the other side of a rounding to a code, and the largest beyond a power of two.
         tolerance = {"rtol": tolerance["rtol"] + 2**-3, "atol": tolerance["atol"] + 2**-5}
         pool, expected_pool = (kv_codes.decoded(codes, torch.float32) for codes in (pool, expected_pool))
     torch.testing.assert_close(pool, expected_pool, equal_nan=True, **tolerance)
-    assert torch.equal(pool[:, num_kv_heads:].nan_to_num(7), expected_pool[:, num_kv_heads:].nan_to_num(7))
+    assert whole_pool[:, math.prod(block) :].isnan().all()
+    if not norms_values:
+        assert torch.equal(pool[:, num_kv_heads:].nan_to_num(7), expected_pool[:, num_kv_heads:].nan_to_num(7))
 
 
 @pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))

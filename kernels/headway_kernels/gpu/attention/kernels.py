@@ -95,6 +95,7 @@ def chunk_kernel(
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
     CODED: tl.constexpr,
@@ -155,7 +156,7 @@ def chunk_kernel(
         )
         keys, exponents = head_in_block(pool, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         block, of_keys, of_values = load_first(
-            table, exponents, full_low, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+            table, exponents, full_low, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
         )
         for tile in range(full_low, full_high):
             following = load_blocks(table, tile + 1, begin, end, BLOCK_SIZE, KEY_TILE)
@@ -179,6 +180,7 @@ def chunk_kernel(
                 False,
                 NUM_KV_HEADS,
                 BLOCK_SIZE,
+                BLOCK_STRIDE,
                 HEAD_DIM,
                 PADDED_HEAD_DIM,
                 CODED,
@@ -190,11 +192,11 @@ def chunk_kernel(
             )
             block = following
             of_keys, of_values = load_exponents(
-                exponents, block, tile + 1, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+                exponents, block, tile + 1, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
             )
         tile = tl.where(low < full_low, low, full_high)
         block, of_keys, of_values = load_first(
-            table, exponents, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+            table, exponents, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
         )
         for _ in range(num_masked):
             next_tile = tl.where(tile + 1 == full_low, full_high, tile + 1)
@@ -219,6 +221,7 @@ def chunk_kernel(
                 True,
                 NUM_KV_HEADS,
                 BLOCK_SIZE,
+                BLOCK_STRIDE,
                 HEAD_DIM,
                 PADDED_HEAD_DIM,
                 CODED,
@@ -231,7 +234,7 @@ def chunk_kernel(
             tile = next_tile
             block = following
             of_keys, of_values = load_exponents(
-                exponents, block, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+                exponents, block, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
             )
         pointers = out + (line * out_stride + column)[:, None] + component[None, :]
         result = (weighted / total[:, None]).to(out.dtype.element_ty)
@@ -264,6 +267,7 @@ def decode_kernel(
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
     CODED: tl.constexpr,
@@ -337,6 +341,7 @@ def decode_kernel(
                     cap,
                     NUM_KV_HEADS,
                     BLOCK_SIZE,
+                    BLOCK_STRIDE,
                     HEAD_DIM,
                     PADDED_HEAD_DIM,
                     CODED,
@@ -394,6 +399,7 @@ def _attend_split(
     cap,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
     CODED: tl.constexpr,
@@ -409,7 +415,7 @@ def _attend_split(
     if ALIBI:
         query_position = tl.full([queries.shape[0]], length - 1, dtype=tl.int32)
     block, of_keys, of_values = load_first(
-        table, exponents, low, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+        table, exponents, low, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
     )
     for tile in range(low, high):
         following = load_blocks(table, tile + 1, begin, end, BLOCK_SIZE, KEY_TILE)
@@ -434,6 +440,7 @@ def _attend_split(
             True,
             NUM_KV_HEADS,
             BLOCK_SIZE,
+            BLOCK_STRIDE,
             HEAD_DIM,
             PADDED_HEAD_DIM,
             CODED,
@@ -445,6 +452,6 @@ def _attend_split(
         )
         block = following
         of_keys, of_values = load_exponents(
-            exponents, block, tile + 1, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+            exponents, block, tile + 1, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
         )
     return weighted / total[:, None], maximum, total

@@ -134,8 +134,8 @@ def paged_attention(
     """Attend with all tokens of a step over one layer's pool, which already holds their keys and values.
 
     ``query`` and ``out`` ``[tokens, heads * head_dim]``, any row stride; padding is not written. ``pool_layer``
-    ``[num_blocks, 2 * num_kv_heads, block_size, head_dim]``, contiguous, key heads first, block_size a power of two;
-    unused positions may hold NaN. One dtype: float32, bfloat16 or float16; head_dim a multiple of 8. The pool may hold codes
+    ``[num_blocks, 2 * num_kv_heads, block_size, head_dim]``, key heads first, block_size a power of two; blocks are contiguous,
+    and may lie apart; unused positions may hold NaN. One dtype: float32, bfloat16 or float16; head_dim a multiple of 8. The pool may hold codes
     instead: see ``headway_kernels.kv_codes``.
 
     A token sees the last ``window`` positions up to its own, or all. Logits are ``scale`` (more than 0) times the
@@ -149,6 +149,7 @@ def paged_attention(
         "GROUP": num_heads // num_kv_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "BLOCK_SIZE": pool_layer.shape[2],
+        "BLOCK_STRIDE": pool_layer.stride(0),
         "HEAD_DIM": head_dim,
         "PADDED_HEAD_DIM": max(_DOT_ROWS, power_of_two(head_dim)),
         "CODED": int(is_coded(pool_layer)),
@@ -174,6 +175,7 @@ def _check(
     query: Tensor, pool_layer: Tensor, out: Tensor, rows: AttentionRows, num_kv_heads: int, scale: float
 ) -> tuple[int, int]:
     _, pool_heads, block_size, width = pool_layer.shape
+    of_block = (block_size * width, width, 1)
     head_dim = width - is_coded(pool_layer)
     num_heads = query.shape[1] // head_dim
     assert pool_heads == 2 * num_kv_heads, "the pool holds key heads, then value heads"
@@ -182,7 +184,7 @@ def _check(
     assert query.dtype == out.dtype, "one dtype"
     assert is_coded(pool_layer) or query.dtype == pool_layer.dtype, "numbers are of that dtype"
     assert query.stride(1) == out.stride(1) == rows.block_tables.stride(1) == 1, "rows may lie apart, elements not"
-    assert pool_layer.is_contiguous(), "the pool is contiguous"
+    assert pool_layer.stride()[1:] == of_block, "blocks may lie apart, their elements not"
     assert block_size == power_of_two(block_size), "blocks hold a power of two of positions"
     assert scale > 0, "maxima are taken before scaling"
     return num_heads, head_dim

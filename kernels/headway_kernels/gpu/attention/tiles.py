@@ -97,7 +97,7 @@ def load_exponents(
     end,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     CODED: tl.constexpr,
     KEY_TILE: tl.constexpr,
 ):
@@ -110,7 +110,7 @@ def load_exponents(
     if CODED:
         position = tile * KEY_TILE + tl.arange(0, KEY_TILE)
         wanted = (position >= begin) & (position < end)
-        place = block.to(tl.int64) * (2 * NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + CODED)) + position % BLOCK_SIZE
+        place = block.to(tl.int64) * BLOCK_STRIDE + position % BLOCK_SIZE
         of_keys = tl.load(exponents + place, mask=wanted, other=0)
         of_values = tl.load(exponents + NUM_KV_HEADS * BLOCK_SIZE + place, mask=wanted, other=0)
     return of_keys, of_values
@@ -125,14 +125,14 @@ def load_first(
     end,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     CODED: tl.constexpr,
     KEY_TILE: tl.constexpr,
 ):
     """The block ids and the exponents of the tile with which a loop begins."""
     block = load_blocks(table, tile, begin, end, BLOCK_SIZE, KEY_TILE)
     of_keys, of_values = load_exponents(
-        exponents, block, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+        exponents, block, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
     )
     return block, of_keys, of_values
 
@@ -210,6 +210,7 @@ def attend_tile(
     MASKED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
     CODED: tl.constexpr,
@@ -221,7 +222,7 @@ def attend_tile(
 ):
     """Let each query attend to the positions of a key tile from ``begin`` up to ``end``.
 
-    ``keys`` points to the key head in block 0. The state is FlashAttention's, with logits to base 2. Keys and values
+    ``keys`` points to the key head in block 0; blocks are ``BLOCK_STRIDE`` elements apart. The state is FlashAttention's, with logits to base 2. Keys and values
     are read first, so that Triton's pipeliner keeps ``num_stages`` - 1 tiles on their way. If they are ``CODED``, their
     exponents multiply logits and weights, which rounds nothing: see ``headway_kernels.kv_codes``. ``slopes``: of each query,
     from ``load_slopes``.
@@ -229,8 +230,7 @@ def attend_tile(
     position = tile * KEY_TILE + tl.arange(0, KEY_TILE)
     wanted = (position >= begin) & (position < end)
     # int64: pools have more elements than an int32 counts.
-    stride = 2 * NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + CODED)
-    place = block.to(tl.int64) * stride + position % BLOCK_SIZE * HEAD_DIM
+    place = block.to(tl.int64) * BLOCK_STRIDE + position % BLOCK_SIZE * HEAD_DIM
     component = tl.arange(0, PADDED_HEAD_DIM)
     in_head = component < HEAD_DIM
     pointers = keys + place[:, None] + component[None, :]
