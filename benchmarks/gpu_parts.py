@@ -90,7 +90,9 @@ def written_down(decoder: Decoder) -> Iterator[Calls]:
         assert isinstance(layer.mixing, DeviceAttention)
         products = {name: wrapped(name, getattr(layer.mixing, name)) for name in OF_ATTENTION}
         feed_forward = wrapped("feed_forward", layer.feed_forward)
-        return replace(with_norms(layer), mixing=replace(layer.mixing, **products), feed_forward=feed_forward)
+        own_input = None if layer.own_input is None else wrapped("layer_inputs", layer.own_input)
+        mixing = replace(layer.mixing, **products)
+        return replace(with_norms(layer), mixing=mixing, feed_forward=feed_forward, own_input=own_input)
 
     def with_norms(of_some: WithNorms) -> WithNorms:
         norms = {field.name: getattr(of_some, field.name) for field in fields(of_some)}
@@ -100,7 +102,9 @@ def written_down(decoder: Decoder) -> Iterator[Calls]:
     weights = decoder._weights  # noqa: SLF001
     modules = [vars(of_attention), vars(of_decoder)]
     kept = [module.copy() for module in modules]
-    decoder._weights = replace(with_norms(weights), layers=tuple(map(written, weights.layers)))  # noqa: SLF001
+    table = None if weights.table is None else wrapped("layer_inputs", weights.table)
+    layers = tuple(map(written, weights.layers))
+    decoder._weights = replace(with_norms(weights), table=table, layers=layers)  # noqa: SLF001
     for module in modules:
         module.update({name: wrapped(name, value) for name, value in module.items() if _is_of_kernels(value)})
     try:

@@ -132,15 +132,14 @@ def _rotate_and_store(
     first = tl.load(source, mask=within, other=0.0).to(tl.float32)
     second = tl.load(source + PAIRS, mask=within, other=0.0).to(tl.float32)
 
-    is_query = (heads < NUM_HEADS)[:, None]
-    is_rotated = (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
+    is_query, is_rotated = (heads < NUM_HEADS)[:, None], (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
     position = tl.load(positions + token).to(tl.int64)
     cosine = tl.load(cosines + position * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)[None, :]
     sine = tl.load(sines + position * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)[None, :]
     left, right = first, second
     if NORMS_ROTATED:
-        left = (first * cosine - second * sine).to(dtype).to(tl.float32)
-        right = (first * sine + second * cosine).to(dtype).to(tl.float32)
+        left, right = first * cosine - second * sine, first * sine + second * cosine
+        left, right = left.to(dtype).to(tl.float32), right.to(dtype).to(tl.float32)
     if NORMALISE:
         left, right = _rms_normed(left, right, q_norm, k_norm, eps, pairs, is_query, is_rotated, dtype, PAIRS)
         if NORMS_VALUES:
@@ -167,8 +166,7 @@ def _rotate_and_store(
     is_stored = tl.where(heads >= NUM_HEADS, slot, -1) >= 0
     stored = within & is_stored[:, None]
     if CODED:
-        left = rotated_first.to(tl.float32)
-        right = rotated_second.to(tl.float32)
+        left, right = rotated_first.to(tl.float32), rotated_second.to(tl.float32)
         exponents = exponent_of(tl.max(tl.maximum(magnitude_bits(left), magnitude_bits(right)), axis=1))
         tl.store(target, code_of(left, exponents[:, None]), mask=stored)
         tl.store(target + PAIRS, code_of(right, exponents[:, None]), mask=stored)
@@ -187,7 +185,9 @@ def _rms_normed(
     squares = tl.sum(left * left + right * right, axis=1)
     inverse = tl.math.rsqrt(squares / (2 * PAIRS) + eps)[:, None]
     left = _times_weight((left * inverse).to(dtype), q_norm, k_norm, pairs, PAIRS, is_query, is_rotated)
-    right = _times_weight((right * inverse).to(dtype), q_norm + PAIRS, k_norm + PAIRS, pairs, PAIRS, is_query, is_rotated)
+    right = _times_weight(
+        (right * inverse).to(dtype), q_norm + PAIRS, k_norm + PAIRS, pairs, PAIRS, is_query, is_rotated
+    )
     return left, right
 
 

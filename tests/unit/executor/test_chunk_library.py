@@ -144,9 +144,15 @@ def test_a_value_that_there_is_not_is_refused(model):
 
 @pytest.mark.usefixtures("hopper")
 def test_what_libraries_lack_is_refused_where_there_are_no_windows(tmp_path):
+    kinds = ["full_attention"] * 3
     for family, fields, message in (
-        ("gemma2", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, "soft caps"),
-        ("gpt_oss", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, "attention sinks"),
+        (
+            "gemma4",
+            {"layer_types": kinds, "per_layer_config": {"1": {"head_dim": 32}}},
+            "layers that differ in their heads",
+        ),
+        ("gemma2", {"sliding_window": None, "layer_types": kinds}, "soft caps"),
+        ("gpt_oss", {"sliding_window": None, "layer_types": kinds}, "attention sinks"),
         ("mpt", {}, "scores that fall with distance"),
     ):
         directory = tmp_path / family

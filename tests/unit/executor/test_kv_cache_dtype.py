@@ -65,10 +65,12 @@ def test_both_backends_store_and_read_the_same(family, tmp_path):
     assert firsts == pytest.approx(exact_firsts, abs=0.5)
 
 
-def test_layers_with_heads_of_several_sizes_have_no_codes(tmp_path):
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_layers_with_heads_of_several_sizes_have_no_codes(kind, tmp_path):
     make_checkpoint(tmp_path, "gemma4")
+    options = {"kernels": "eager"} if kind == "torch" else {}
     with pytest.raises(BackendConfigError, match="kv_cache_dtype 'fp8' is not allowed with this model, whose layers"):
-        open_backend(tmp_path, "torch", kv_cache_dtype="fp8", options={"kernels": "eager"})
+        open_backend(tmp_path, kind, kv_cache_dtype="fp8", options=options)
 
 
 @pytest.mark.parametrize("kind", ["torch", pytest.param("triton", marks=pytest.mark.deep)])

@@ -85,25 +85,20 @@ USUAL = (
     "nanochat",
     "gpt2",
     "xglm",
+    "gemma4-shared",
+    "laguna",
 )
 """Of all families, what each part of a description takes."""
 
 
 _STATE = "layers with a state instead of attention"
-_UNEVEN = "a factor behind each layer, layers that differ in their heads, or share keys and values, norms of values"
 REFUSED = dict.fromkeys(STATES, _STATE) | {
     **dict.fromkeys(
         ("nemotron_h", "mamba2", "mamba", "falcon_mamba"),
         f"{_STATE}, layers without attention or without a feed-forward",
     ),
     **dict.fromkeys(("minimax", "minimax-factors"), f"{_STATE}, norms of sums"),
-    "gemma4": _UNEVEN,
-    "gemma4-keys": _UNEVEN,
-    "gemma4-experts": _UNEVEN.replace(", layers", ", experts with norms of their own, layers"),
-    "gemma4-shared": _UNEVEN.replace(", layers", ", inputs of each layer's own, layers"),
-    "laguna": "gates by softplus, layers that differ in their heads, or share keys and values",
-    "laguna-channels": "gates by softplus",
-    "mimo_v2": "layers that differ in their heads, or share keys and values, values with fewer channels than keys",
+    "gemma4-experts": "experts with norms of their own",
     **dict.fromkeys(("modernbert_decoder", "modernbert_decoder-bias"), "a product and a norm before the head"),
     "opt-350m": "norms of sums",
 }
@@ -166,9 +161,17 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family):
             assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def test_the_text_of_a_whole_has_its_tokens(tmp_path):
-    model = make_whole(tmp_path, "qwen3_vl_moe", num_hidden_layers=1)
-    request = Request(prompt(9), 3)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("qwen3_vl_moe", {"num_hidden_layers": 1}),
+        ("step3p7", {}),
+        pytest.param("gemma4_unified", {}, marks=pytest.mark.deep),
+    ],
+)
+def test_the_text_of_a_whole_has_its_tokens(tmp_path, name, sizes):
+    model = make_whole(tmp_path, name, **sizes)
+    request = Request(prompt(25), 3)
     BackendDriver(*open_backend(tmp_path)).run([request], budget=16)
     assert request.output == expected(model, request.prompt, 3)[0]
 

@@ -49,6 +49,8 @@ MODELS = (
         for model in (
             ("llama3", "none", "float32"),
             ("gemma2", "none", "bfloat16"),
+            ("gemma4-shared", "none", "bfloat16"),
+            ("laguna", "none", "bfloat16"),
             ("mixtral", "none", "bfloat16"),
             ("deepseek_v3", "none", "bfloat16"),
             ("llama3", "int8", "float32"),

@@ -15,6 +15,7 @@ A row's own tokens and ``kv_length`` alone decide its cuts and its result; sums 
 device reads the lengths, so a captured launch serves other lengths.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -90,6 +91,19 @@ class AttentionWorkspace:
             log_sum_exp=torch.empty(shape, dtype=torch.float32, device=device),
             arrived=torch.zeros((max_rows, num_heads), dtype=torch.int32, device=device),
         )
+
+    def of(self, num_heads: int, head_dim: int) -> "AttentionWorkspace":
+        """The same memory for layers of no more heads, each of no more channels."""
+        shape = (len(self.arrived), MAX_SPLITS.value, num_heads)
+        return AttentionWorkspace(
+            partial=_begin_of(self.partial, *shape, head_dim),
+            log_sum_exp=_begin_of(self.log_sum_exp, *shape),
+            arrived=_begin_of(self.arrived, len(self.arrived), num_heads),
+        )
+
+
+def _begin_of(memory: Tensor, *shape: int) -> Tensor:
+    return memory.view(-1)[: math.prod(shape)].view(shape)
 
 
 def plan_attention(rows: AttentionRows, num_kv_heads: int, *, most_tokens: int | None = None) -> None:

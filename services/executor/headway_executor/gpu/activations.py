@@ -37,17 +37,26 @@ def activation_of(feed: FeedForwardConfig, curve: Tensor | None = None) -> Activ
     if feed.is_gated and feed.activation in _GATED:
         return _GATED[feed.activation]
     if not feed.is_gated:
-        return partial(_activate, feed.activation)
+        return partial(activate, feed.activation)
 
     def gated(gate_up: Tensor, out: Tensor) -> None:
         width = out.shape[1]
-        _activate(feed.activation, gate_up[:, :width], out)
+        activate(feed.activation, gate_up[:, :width], out)
         out.mul_(gate_up[:, width:])
+
+    def limited(gate_up: Tensor, out: Tensor) -> None:
+        width = out.shape[1]
+        activate("silu", gate_up[:, :width], out)
+        out.clamp_(max=feed.limit).mul_(gate_up[:, width:].clamp_(-feed.limit, feed.limit))
+
+    if feed.activation == "limited_silu":
+        return limited
 
     return gated
 
 
-def _activate(name: Activation, inputs: Tensor, out: Tensor) -> None:
+def activate(name: Activation, inputs: Tensor, out: Tensor) -> None:
+    """One without a gate and without numbers of its own."""
     if name == "silu":
         torch.ops.aten.silu.out(inputs, out=out)
     elif name in {"gelu", "gelu_tanh"}:

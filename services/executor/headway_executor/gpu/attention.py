@@ -5,6 +5,7 @@ Owns: a layer's attention, the rows and the memory of it that layers share. Must
 Nothing that runs in a step allocates, waits, or depends on a value of the device.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from headway_executor.gpu.device_step import DeviceStep
 from headway_executor.gpu.linear import DeviceLinear
 from headway_executor.gpu.step_columns import ColumnViews
 from headway_executor.models.attention_config import AttentionConfig
+from headway_executor.models.kv_layout import KvPlace
 from headway_kernels.gpu.attention.paged import (
     AttentionRows,
     AttentionWorkspace,
@@ -27,34 +29,55 @@ from headway_kernels.gpu.rotary import rotate_and_store
 
 
 class AttentionSpace:
-    """What layers that attend alike share, one after the other, for steps of so many tokens and rows.
+    """What layers that attend alike share, one after the other.
 
-    ``tuning``: over keys and values as they are stored. ``qkv`` ``[max_num_tokens, qkv_width]``, with gates behind it, if there are any; ``attended``
-    ``[max_num_tokens, heads * head_dim]``.
+    ``tuning``: over keys and values as they are stored; ``block_size``: of the pool. ``memory``, of any shape, takes queries, keys,
+    values and gates; layers of other sizes share it, and the ``workspace``, which has as many rows as a step.
+    ``attended`` ``[max_num_tokens, heads * head_dim]``.
     """
 
     def __init__(
         self,
         config: AttentionConfig,
         tuning: AttentionTuning,
+        block_size: int,
+        memory: Tensor,
+        workspace: AttentionWorkspace,
         *,
         max_num_tokens: int,
-        max_num_rows: int,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
+        device, max_num_rows = memory.device, len(workspace.arrived)
         self.tuning = tuning
         self.query_width = config.num_heads * config.head_dim
         self.qkv_width = self.query_width + 2 * config.num_kv_heads * config.head_dim
-        num_gates = 0 if config.gates == "none" else self.query_width
-        self.qkv = torch.empty(max_num_tokens, self.qkv_width + num_gates, dtype=dtype, device=device)
+        self._width = _num_made(config)
+        self._memory = memory.view(-1)
         # Padding is never written: zeros keep NaN out of the products.
-        self.attended = torch.zeros(max_num_tokens, self.query_width, dtype=dtype, device=device)
-        self.workspace = AttentionWorkspace.allocate(max_num_rows, config.num_heads, config.head_dim, device)
+        self.attended = torch.zeros(max_num_tokens, self.query_width, dtype=memory.dtype, device=device)
+        self.workspace = workspace.of(config.num_heads, config.head_dim)
+        self._block = (2 * config.num_kv_heads, block_size, config.head_dim)
         self._num_kv_heads = config.num_kv_heads
         self._plan = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
         self._splits_per_item = torch.ones(1, dtype=torch.int32, device=device)
         self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, tuning)
+
+    def made(self, num_tokens: int, *, queries_alone: bool = False) -> Tensor:
+        """Memory for queries, keys and values side by side, and gates behind them, if there are any."""
+        width = self.query_width if queries_alone else self._width
+        return self._memory[: num_tokens * width].view(num_tokens, width)
+
+    def layer_of(self, pool: Tensor, place: KvPlace) -> Tensor:
+        """A layer's part of a pool: ``[num_blocks, 2 * kv_heads, block_size, head_dim]``, of codes one wider."""
+        if pool.dim() > 3:
+            return pool[place.layer]
+        # Layers stand behind each other in each block.
+        _, block_size, head_dim = self._block
+        stride = pool.stride(1)
+        return pool.as_strided(
+            (pool.shape[1], *self._block),
+            (stride, block_size * head_dim, head_dim, 1),
+            place.layer * pool.stride(0) + place.first,
+        )
 
     def begin(self, columns: ColumnViews, block_tables: Tensor, num_rows: int, most_tokens: int | None) -> None:
         """Launch the plan of a step of ``num_rows``, in which chunks of more than ``most_tokens`` are a library's."""
@@ -71,9 +94,36 @@ class AttentionSpace:
         plan_attention(self.rows, self._num_kv_heads, most_tokens=most_tokens)
 
 
+def _num_made(config: AttentionConfig) -> int:
+    """Columns of queries, keys, values and gates."""
+    num_gates = 0 if config.gates == "none" else config.num_heads
+    return (config.num_heads + 2 * config.num_kv_heads + num_gates) * config.head_dim
+
+
+def attention_spaces(
+    configs: Sequence[AttentionConfig],
+    tuning_of: Callable[[AttentionConfig], AttentionTuning],
+    *,
+    block_size: int,
+    max_num_tokens: int,
+    max_num_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Mapping[AttentionConfig, AttentionSpace]:
+    """Of a model's layers, by how they attend, for steps of so many tokens and rows."""
+    memory = torch.empty(max_num_tokens, max(map(_num_made, configs)), dtype=dtype, device=device)
+    most = (max(config.num_heads for config in configs), max(config.head_dim for config in configs))
+    workspace = AttentionWorkspace.allocate(max_num_rows, *most, device)
+    return {
+        config: AttentionSpace(config, tuning_of(config), block_size, memory, workspace, max_num_tokens=max_num_tokens)
+        for config in configs
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceAttention:
-    """A layer's ``Mixing``. ``place``: of its keys and values, in the pool. ``qkv`` gives its parts side by side.
+    """A layer's ``Mixing``. ``place``: of its keys and values, in the pool. ``qkv`` gives its parts side by side, or with
+    ``is_reading`` queries alone: keys and values are of a layer before.
 
     ``query_norm`` and ``key_norm`` are ``[head_dim]``, or as wide as all heads, or None, with ``norm_eps``; ``head_weights`` and
     ``head_biases`` of layer norms of heads, float32 ``[heads + kv_heads, head_dim]``, or None. A query sees
@@ -83,7 +133,8 @@ class DeviceAttention:
 
     config: AttentionConfig
     space: AttentionSpace
-    place: int
+    place: KvPlace
+    is_reading: bool
     qkv: DeviceLinear
     query_norm: Tensor | None
     key_norm: Tensor | None
@@ -101,8 +152,9 @@ class DeviceAttention:
     def __call__(self, inputs: Tensor, step: DeviceStep, out: Tensor) -> None:
         """See ``Mixing``."""
         config, space = self.config, self.space
-        qkv, attended = space.qkv[: len(inputs)], space.attended[: len(inputs)]
-        pool_layer = step.pool[self.place]
+        qkv = space.made(len(inputs), queries_alone=self.is_reading)
+        attended = space.attended[: len(inputs)]
+        pool_layer = space.layer_of(step.pool, self.place)
         self.qkv(inputs, qkv)
         self._prepare(qkv)
         self._rotate_and_store(qkv, pool_layer, step)
@@ -126,7 +178,9 @@ class DeviceAttention:
             tuning=space.tuning,
         )
         if config.gates != "none":
-            attended.mul_(qkv[:, space.qkv_width :].sigmoid_())
+            gates = qkv[:, space.qkv_width :]
+            is_sigmoid = config.gate_kind == "sigmoid"
+            attended.mul_(gates.sigmoid_() if is_sigmoid else torch.ops.aten.softplus.out(gates, out=gates))
         self.output(attended, out)
 
     def _prepare(self, qkv: Tensor) -> None:
@@ -154,13 +208,14 @@ class DeviceAttention:
             self.sines,
             pool_layer,
             num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_kv_heads=0 if self.is_reading else config.num_kv_heads,
             head_dim=config.head_dim,
             q_norm=self.query_norm if by_head else None,
             k_norm=self.key_norm if by_head else None,
             head_weights=self.head_weights,
             head_biases=self.head_biases,
             norms_rotated=config.norms_rotated,
+            norms_values=config.norms_values and not self.is_reading,
             eps=self.norm_eps,
             query_factors=self.query_factors,
         )

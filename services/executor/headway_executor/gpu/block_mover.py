@@ -100,11 +100,12 @@ def open_pool(
     block: StoredBlock,
     *,
     num_layers: int,
+    block_size: int,
     num_blocks: int,
     swap_space_mib: int,
     host_memory: HostMemorySource,
 ) -> tuple[Tensor, BlockMover]:
-    """A pool of zeros, ``[num_layers, num_blocks, *block.shape]``, and its moves; ``block`` has the positions next to last.
+    """A pool of zeros, ``[num_layers, num_blocks, *block.shape]``, and its moves; a block has ``block_size`` positions.
 
     Raises:
         BackendConfigError: no main memory for swapped-out blocks.
@@ -131,7 +132,7 @@ def open_pool(
     pool = KvPool(
         num_layers=num_layers,
         num_blocks=num_blocks,
-        block_size=block.shape[-2],
+        block_size=block_size,
         block=block,
         device=runtime.device,
         num_host_blocks=num_beside,

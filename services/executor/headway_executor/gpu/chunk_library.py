@@ -71,6 +71,7 @@ def lacking(library: Library, config: ModelConfig, dtype: torch.dtype, device: t
         f"dtype {str(dtype).removeprefix('torch.')}": dtype.itemsize != 2,
         "a KV cache of 8 bits": is_coded,
         "windows": any(layer.window is not None for layer in config.layers),
+        "layers that differ in their heads": len(config.attentions) > 1,
         "soft caps": attention.softcap is not None,
         "attention sinks": config.names.sinks is not None,
         "scores that fall with distance": attention.alibi is not None,

@@ -5,7 +5,7 @@ Owns: embedding, norms, sums, the head, their memory. Must not know: how a token
 Nothing here allocates, waits, or depends on a value of the device, so a CUDA graph can capture it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,13 @@ _FEATURES = DENSE | {
     Feature.CURVE,
     Feature.POSITIONS,
     Feature.ALIBI,
+    Feature.UNEVEN_LAYERS,
+    Feature.VALUE_NORM,
+    Feature.NARROW_VALUES,
+    Feature.SOFTPLUS_GATES,
+    Feature.LIMIT,
+    Feature.LAYER_FACTOR,
+    Feature.LAYER_INPUTS,
 }
 """What these kernels have beyond a plain decoder."""
 
@@ -47,8 +54,9 @@ _FEATURES = DENSE | {
 def check_kernels_have(config: ModelConfig) -> None:
     """Check the parts of a model. Raises ``BackendConfigError``: there are some that these kernels lack."""
     missing = lacking(config, _FEATURES)
-    if config.head_dim > MOST_CHANNELS:
-        missing = f"heads of {config.head_dim} channels"
+    widest = max(attention.head_dim for attention in config.attentions)
+    if widest > MOST_CHANNELS:
+        missing = f"heads of {widest} channels"
     if missing:
         raise BackendConfigError(
             f"backend 'triton' is not allowed with {config.architecture}, which has {missing}; allowed: backend torch"
@@ -57,7 +65,9 @@ def check_kernels_have(config: ModelConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Norms that a model does not have are None."""
+    """Norms that a model does not have are None. ``own_input`` makes of the hidden state what is added behind the feed-forward, or
+    is None: see ``layer_inputs``. ``factor``, ``[1]``, or None, multiplies the hidden state behind the layer.
+    """
 
     attention_norm: DeviceNorm | None
     mixing: Mixing
@@ -65,14 +75,17 @@ class LayerWeights:
     mlp_norm: DeviceNorm | None
     feed_forward: DeviceFeedForward
     mlp_post_norm: DeviceNorm | None
+    own_input: Callable[[Tensor, Tensor], None] | None
+    factor: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """``embedding`` ``[vocab, hidden]``; ``positions`` ``[context, hidden]``, added to it, or None."""
+    """``embedding`` ``[vocab, hidden]``; ``positions`` ``[context, hidden]``, added to it, or None. ``table``, or None: see ``layer_inputs``."""
 
     embedding: Tensor
     positions: Tensor | None
+    table: Callable[[Tensor, Tensor], None] | None
     layers: tuple[LayerWeights, ...]
     final_norm: DeviceNorm
     head: DeviceLinear
@@ -100,8 +113,8 @@ class _Activations:
 
 
 class Decoder:
-    """A loaded model. ``attention``: what its layers share; ``max_num_rows``: of a step; ``long_attention``: for long chunks,
-    or None, as for others.
+    """A loaded model. ``attention``: what its layers share, of each way to attend; ``max_num_rows``: of a step;
+    ``long_attention``: for long chunks, or None, as for others.
     """
 
     def __init__(
@@ -110,7 +123,7 @@ class Decoder:
         weights: DecoderWeights,
         rows: DeviceRows,
         columns: ColumnViews,
-        attention: AttentionSpace,
+        attention: Sequence[AttentionSpace],
         *,
         max_num_tokens: int,
         max_num_rows: int,
@@ -154,12 +167,13 @@ class Decoder:
     ) -> None:
         """Run the step in the columns, padded to ``num_tokens`` and ``num_rows``; ``long_chunks`` from ``plan_long``.
 
-        ``pool`` is ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, of codes one wider.
+        ``pool``: see ``DeviceStep``.
         """
         space, weights = self._space, self._weights
         self._expand(num_tokens, num_rows)
         most_tokens = None if self._long_attention is None or long_chunks is None else self._long_attention.most_tokens
-        self._attention.begin(self._columns, self._rows.block_tables, num_rows, most_tokens)
+        for space_of_kind in self._attention:
+            space_of_kind.begin(self._columns, self._rows.block_tables, num_rows, most_tokens)
         hidden, normed, delta = space.hidden[:num_tokens], space.normed[:num_tokens], space.delta[:num_tokens]
         step = DeviceStep(
             positions=space.positions[:num_tokens],
@@ -173,9 +187,12 @@ class Decoder:
         if weights.positions is not None:
             gather_rows(weights.positions, step.positions, normed)
             hidden.add_(normed)
+        if weights.table is not None:
+            weights.table(space.token_ids[:num_tokens], hidden)
         update: Tensor | None = None
+        factor: Tensor | None = None
         for layer in weights.layers:
-            inputs = _normed(hidden, update, layer.attention_norm, normed)
+            inputs = _normed(hidden, update, layer.attention_norm, normed, factor)
             layer.mixing(inputs, step, delta)
             self._finish(delta, layer.attention_post_norm)
             if self._config.is_parallel:
@@ -187,8 +204,10 @@ class Decoder:
                 inputs = _normed(hidden, delta, layer.mlp_norm, normed)
             layer.feed_forward(inputs, step.slots, delta)
             self._finish(delta, layer.mlp_post_norm)
-            update = delta
-        _normed(hidden, update, weights.final_norm, normed)
+            if layer.own_input is not None:
+                layer.own_input(hidden.add_(delta), delta)
+            update, factor = delta, layer.factor
+        _normed(hidden, update, weights.final_norm, normed, factor)
 
     def logits(self, num_sampled: int) -> Tensor:
         """Logits ``[num_sampled, vocab]``, in memory that the next call reuses."""
@@ -231,9 +250,12 @@ class Decoder:
         )
 
 
-def _normed(hidden: Tensor, update: Tensor | None, norm: DeviceNorm | None, out: Tensor) -> Tensor:
-    """Add ``update`` to the hidden state; return it behind a norm, if there is one."""
+def _normed(
+    hidden: Tensor, update: Tensor | None, norm: DeviceNorm | None, out: Tensor, factor: Tensor | None = None
+) -> Tensor:
+    """Add ``update`` to the hidden state, and multiply it by ``factor``; return it behind a norm, if there is one."""
     if norm is None:
-        return hidden if update is None else hidden.add_(update)
-    norm(hidden, update, out)
+        hidden = hidden if update is None else hidden.add_(update)
+        return hidden if factor is None else hidden.mul_(factor)
+    norm(hidden, update, out, factor)
     return out

@@ -39,7 +39,7 @@ def _most_rank(site: AdapterSite) -> int:
 def _widths(config: ModelConfig) -> Iterator[tuple[AdapterSite, int]]:
     """The inputs of every site that the model has; of layers that differ, each."""
     hidden, latent = config.hidden_size, config.attention.latent
-    yield AdapterSite.OUTPUT, config.num_heads * config.head_dim
+    yield from ((AdapterSite.OUTPUT, of.num_heads * of.head_dim) for of in config.attentions)
     if latent is None:
         yield AdapterSite.QKV, hidden
     else:

@@ -14,7 +14,7 @@ from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_executor.gpu.graphs import LaunchSize, StepGraphs, StepSizes
 from headway_executor.gpu.runtime import Runtime
 from headway_executor.gpu.step_columns import StepShape
-from headway_executor.memory.kv_pool import StoredBlock
+from headway_executor.models.kv_layout import KvLayout
 
 ALIGNMENT = 16
 """Of the tokens of a step that is not recorded, on a GPU."""
@@ -23,14 +23,15 @@ ALIGNMENT = 16
 class DeviceModel:
     """Runs the step in the decoder's columns. ``draw`` launches the likeliest token of each row of logits.
 
-    ``adapters``: what the decoder's products ask, or None. ``block`` is of one layer. ``most_rows`` and ``most_tokens`` of a step are those for which the decoder has memory.
+    ``adapters``: what the decoder's products ask, or None. ``layout``: of the pool, whose blocks have ``block_size`` positions. ``most_rows`` and ``most_tokens`` of a step are those for which the decoder has memory.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         decoder: Decoder,
-        block: StoredBlock,
+        layout: KvLayout,
+        block_size: int,
         *,
         most_rows: int,
         most_tokens: int,
@@ -39,7 +40,8 @@ class DeviceModel:
     ) -> None:
         self._runtime = runtime
         self.decoder = decoder
-        self._block = block
+        self._layout = layout
+        self._block_size = block_size
         self._most_rows = most_rows
         self._most_tokens = most_tokens
         self._draw = draw
@@ -50,7 +52,7 @@ class DeviceModel:
 
     @property
     def pool(self) -> Tensor:
-        """Keys and values, ``[num_layers, num_blocks, *block.shape]``."""
+        """Keys and values; see ``DeviceStep``."""
         return self._pool
 
     @property
@@ -61,14 +63,15 @@ class DeviceModel:
     @property
     def block_bytes(self) -> int:
         """Of a block in all layers."""
-        return self.decoder.num_layers * self._block.num_bytes
+        return self._layout.block_bytes
 
     def open_pool(self, num_blocks: int, *, swap_space_mib: int, host_memory: HostMemorySource) -> BlockMover:
         """Take the memory of so many blocks; return their moves."""
         self._pool, mover = open_pool(
             self._runtime,
-            self._block,
-            num_layers=self.decoder.num_layers,
+            self._layout.block,
+            num_layers=self._layout.num_layers,
+            block_size=self._block_size,
             num_blocks=num_blocks,
             swap_space_mib=swap_space_mib,
             host_memory=host_memory,

@@ -4,14 +4,14 @@ Owns: that these exist, in one memory, and the launch of one step. Must not know
 what is drawn, in which order the device's memory is given out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from headway_executor.backend import BackendConfig, StepBatch
-from headway_executor.gpu.attention import AttentionSpace
+from headway_executor.gpu.attention import AttentionSpace, attention_spaces
 from headway_executor.gpu.block_mover import BlockMover
 from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL, LibraryChoice
 from headway_executor.gpu.decoder import Decoder, DecoderWeights
@@ -28,9 +28,12 @@ from headway_executor.gpu.speculation import most_rows_of
 from headway_executor.gpu.step_columns import StepShape
 from headway_executor.gpu.step_upload import StepUpload
 from headway_executor.gpu.tuning_file import AUTO, tunings_of
-from headway_executor.memory.kv_pool import CODES, stored_block
+from headway_executor.memory.kv_pool import CODES
 from headway_executor.models.adapters import ModelAdapters
+from headway_executor.models.attention_config import AttentionConfig
+from headway_executor.models.kv_layout import KvPlace, vectors_layout
 from headway_executor.models.model_settings import ModelSettings
+from headway_executor.models.part import whole
 from headway_executor.models.stored_names import TensorSource
 from headway_executor.setting_checks import TRITON, option_of
 from headway_kernels.gpu.attention.tuning import AttentionTuning
@@ -125,10 +128,15 @@ class DeviceParts:
     ) -> DeviceModel:
         """A model over these rows and columns."""
         config, (model_config, dtype, _) = self.config, files.settings
-        tuning = self._tunings.of_attention(model_config.head_dim, dtype, is_coded=config.kv_cache_dtype == CODES)
-        attention = AttentionSpace(
-            model_config.attention,
-            tuning,
+        layout = vectors_layout(model_config, whole(model_config), config.block_size, dtype, config.kv_cache_dtype)
+
+        def tuning_of(attention: AttentionConfig) -> AttentionTuning:
+            return self._tunings.of_attention(attention.head_dim, dtype, is_coded=config.kv_cache_dtype == CODES)
+
+        attention = attention_spaces(
+            model_config.attentions,
+            tuning_of,
+            block_size=config.block_size,
             max_num_tokens=config.max_num_batched_tokens,
             max_num_rows=most_rows,
             dtype=dtype,
@@ -136,27 +144,35 @@ class DeviceParts:
         )
         decoder = Decoder(
             model_config,
-            self._weights(files, adapters, attention),
+            self._weights(files, adapters, attention, layout.places),
             self.rows,
             self.upload.views,
-            attention,
+            tuple(attention.values()),
             max_num_tokens=config.max_num_batched_tokens,
             max_num_rows=most_rows,
             dtype=dtype,
-            long_attention=self._library(files, tuning).of(chunk_attention, config.max_num_batched_tokens),
+            long_attention=self._library(files, tuning_of(model_config.attention)).of(
+                chunk_attention, config.max_num_batched_tokens
+            ),
         )
-        shape = (2 * model_config.num_kv_heads, config.block_size, model_config.head_dim)
         return DeviceModel(
             self.runtime,
             decoder,
-            stored_block(config.kv_cache_dtype, shape, dtype),
+            layout,
+            config.block_size,
             most_rows=most_rows,
             most_tokens=config.max_num_batched_tokens,
             draw=self._draw(),
             adapters=adapters,
         )
 
-    def _weights(self, files: ModelFiles, adapters: DeviceAdapters | None, attention: AttentionSpace) -> DecoderWeights:
+    def _weights(
+        self,
+        files: ModelFiles,
+        adapters: DeviceAdapters | None,
+        attention: Mapping[AttentionConfig, AttentionSpace],
+        places: Sequence[KvPlace | None],
+    ) -> DecoderWeights:
         config, (model_config, dtype, max_model_len) = self.config, files.settings
         return load_decoder(
             model_config,
@@ -168,6 +184,7 @@ class DeviceParts:
             activations=_ACTIVATIONS[option_of(config, TRITON, "activations")],
             adapters=adapters,
             attention=attention,
+            places=places,
             max_num_tokens=config.max_num_batched_tokens,
             progress=lambda done, total: config.progress("loading layers", done, total),
             warn=config.warn,

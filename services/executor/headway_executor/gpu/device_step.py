@@ -14,7 +14,8 @@ from torch import Tensor
 class DeviceStep:
     """Padded to the sizes of a launch. ``positions`` and ``slots`` are int32, ``[tokens]``; a slot of -1 is padding.
 
-    ``pool`` is ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, of codes one wider. ``long_chunks`` attends
+    ``pool`` is ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, of codes one wider, or, if layers stand behind each
+    other in a block, ``[1, num_blocks, numbers]``. ``long_chunks`` attends
     with the chunks that are for a library, if there are any.
     """
 

@@ -3,9 +3,10 @@
 Owns: which tensors a layer's parts are made of. Must not know: launches, how weights become codes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -22,17 +23,19 @@ from headway_executor.gpu.feed_forward import (
     FeedForwardSpace,
 )
 from headway_executor.gpu.latent import LatentQkv, latent_space
+from headway_executor.gpu.layer_inputs import LayerInputSpace, LayerTable, OwnInput
 from headway_executor.gpu.linear import AdaptedExperts, AdaptedLinear, DeviceExperts, DeviceLinear
 from headway_executor.gpu.norm import DeviceNorm, NormedLinear
 from headway_executor.models.adapters import AdapterSite
 from headway_executor.models.alibi import slopes_of
-from headway_executor.models.attention_config import AttentionConfig, RopeConfig
+from headway_executor.models.attention_config import AttentionConfig, Rotary
 from headway_executor.models.coded_tensors import Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
+from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
 from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, NormTensors
-from headway_executor.models.rope import halves, query_factors, rotations
+from headway_executor.models.rope import halves, query_factors, table_of
 from headway_executor.models.stored_names import TensorSource
 from headway_kernels.gpu.attention.paged import Slopes
 from headway_kernels.gpu.tunings import Tunings
@@ -49,13 +52,15 @@ def load_decoder(
     quantization: QuantizationKind | None,
     activations: Activations,
     adapters: DeviceAdapters | None,
-    attention: AttentionSpace,
+    attention: Mapping[AttentionConfig, AttentionSpace],
+    places: Sequence[KvPlace | None],
     progress: Callable[[int, int], None],
     warn: Callable[[str], None],
 ) -> DecoderWeights:
     """Load to the device of ``tunings``, with memory for steps of ``max_num_tokens``; ``quantization`` spares embedding, head and routers.
 
-    ``adapters`` are of the steps that will run; None: there can be none. ``attention``: what all layers share.
+    ``adapters`` are of the steps that will run; None: there can be none. ``attention``: what layers share that attend
+    alike; ``places``: see ``KvLayout``.
     """
     device = tunings.device
     weights = DeviceWeights(
@@ -68,7 +73,7 @@ def load_decoder(
         max_num_tokens,
         warn,
     )
-    loader = _Loader(config, weights, adapters, attention, max_model_len, max_num_tokens, dtype, device)
+    loader = _Loader(config, weights, adapters, attention, places, max_model_len, max_num_tokens, dtype, device)
     embedding = weights.here(weights.tensors.embedding(dtype))
     final_norm = weights.tensors.final_norm()
     assert final_norm is not None  # Only models whose norms are of sums lack it.
@@ -81,6 +86,7 @@ def load_decoder(
     return DecoderWeights(
         embedding=embedding,
         positions=None if positions is None else weights.here(positions),
+        table=loader.table(),
         layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=loader.norm(final_norm),
         head=weights.product(embedding, None, is_exact=True)
@@ -95,7 +101,8 @@ class _Loader:
         config: ModelConfig,
         weights: DeviceWeights,
         adapters: DeviceAdapters | None,
-        attention: AttentionSpace,
+        attention: Mapping[AttentionConfig, AttentionSpace],
+        places: Sequence[KvPlace | None],
         max_model_len: int,
         max_num_tokens: int,
         dtype: torch.dtype,
@@ -105,13 +112,18 @@ class _Loader:
         self._weights = weights
         self._tensors = weights.tensors
         self._adapters = adapters
-        self._attention_space = attention
+        self._attention_spaces = attention
+        self._places = places
         self._device = device
         self._dtype = dtype
         latent = config.attention.latent
         self._latent_space = None if latent is None else latent_space(latent, max_num_tokens, dtype, device)
+        inputs = config.layer_inputs
+        self._input_space = (
+            None if inputs is None else LayerInputSpace(inputs, config.num_layers, max_num_tokens, dtype, device)
+        )
         # Layers that are alike share memory.
-        self._table = cache(lambda rope: _table(config, rope, max_model_len, device))
+        self._table = cache(lambda rotary, head_dim: _table(rotary, head_dim, max_model_len, device))
         self._slopes = cache(lambda attention: _slopes(attention, device))
         self._growth = cache(lambda growth: query_factors(growth, max_model_len).to(device))
         self._expert_space = cache(lambda feed: ExpertSpace(max_num_tokens, config.hidden_size, feed, dtype, device))
@@ -122,7 +134,7 @@ class _Loader:
         )
 
     def layer(self, index: int) -> LayerWeights:
-        eps = (None, self._config.norm.eps_behind) * 2
+        eps, factor = (None, self._config.norm.eps_behind) * 2, self._tensors.layer_factor(index)
         attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = (
             None if norm is None else self.norm(norm, own)
             for norm, own in zip(self._tensors.norms_of_layer(index), eps, strict=True)
@@ -134,24 +146,49 @@ class _Loader:
             mlp_norm=mlp_norm,
             feed_forward=self._feed_forward(index, self._config.layers[index].feed_forward),
             mlp_post_norm=mlp_post_norm,
+            own_input=self._own_input(index),
+            factor=None if factor is None else self._weights.here(factor),
+        )
+
+    def table(self) -> LayerTable | None:
+        """Of the inputs of each layer's own."""
+        tensors = self._tensors.layer_inputs()
+        if tensors is None or self._input_space is None:
+            return None
+        return LayerTable(
+            self._weights.here(tensors.table()),
+            self._weights.product(tensors.projection(), None, is_exact=True),
+            self.norm(NormTensors(tensors.norm(), None)),
+            self._input_space,
+        )
+
+    def _own_input(self, index: int) -> OwnInput | None:
+        tensors = self._tensors.layer_inputs()
+        if tensors is None or self._input_space is None:
+            return None
+        gate, back, norm = tensors.of_layer(index)
+        return OwnInput(
+            index,
+            self._weights.product(gate, None, is_exact=True),
+            self._config.layers[index].feed_forward.activation,
+            self._weights.product(back, None, is_exact=True),
+            self.norm(NormTensors(norm, None), self._config.norm.eps_behind),
+            self._input_space,
         )
 
     def _attention(self, index: int) -> DeviceAttention:
-        config, tensors = self._config, self._tensors
+        config, tensors, place = self._config, self._tensors, self._places[index]
         layer, latent, sinks = config.layers[index], tensors.latent(index), tensors.sinks(index)
+        attention, are_centred = config.attention_of(index), config.attention.qk_norm == "layer"
         weights, biases = tensors.head_norms.weight(index), tensors.head_norms.bias(index)
-        are_centred = config.attention.qk_norm == "layer"
-        query_norm, key_norm = _head_norms(config, None if are_centred else weights)
-        cosines, sines = self._table(layer.rope)
-        output = (
-            self._projection(index, AdapterSite.OUTPUT, lambda read: read.output(index))
-            if latent is None
-            else self._adapted(self._weights.product(latent.output(), None), index, AdapterSite.OUTPUT)
-        )
+        query_norm, key_norm = _head_norms(attention, None if are_centred else weights)
+        cosines, sines = self._table(config.rotary(index), attention.head_dim)
+        assert place is not None
         return DeviceAttention(
-            config=config.attention_of(index),
-            space=self._attention_space,
-            place=index,
+            config=attention,
+            space=self._attention_spaces[attention],
+            place=place,
+            is_reading=layer.keys_of is not None,
             qkv=self._projection(index, AdapterSite.QKV, lambda read: read.qkv(index))
             if latent is None
             else self._latent(index, latent),
@@ -163,11 +200,18 @@ class _Loader:
             cosines=cosines,
             sines=sines,
             query_factors=None if layer.query_growth is None else self._growth(layer.query_growth),
-            output=self._behind(index, config.names.output_norm, output),
+            output=self._behind(index, config.names.output_norm, self._output(index, latent)),
             window=layer.window,
             sinks=None if sinks is None else self._wide(sinks),
-            slopes=self._slopes(config.attention_of(index)),
+            slopes=self._slopes(attention),
         )
+
+    def _output(self, index: int, latent: LatentTensors | None) -> DeviceLinear:
+        if latent is None and not self._config.attention_of(index).value_dim:
+            return self._projection(index, AdapterSite.OUTPUT, lambda read: read.output(index))
+        # Of numbers: codes cannot be padded.
+        padded = self._tensors.wide_output(index) if latent is None else (latent.output(), None)
+        return self._adapted(self._weights.product(*padded), index, AdapterSite.OUTPUT)
 
     def norm(self, stored: NormTensors, eps: float | None = None) -> DeviceNorm:
         """A norm of whole rows, by default with the epsilon of most."""
@@ -264,7 +308,7 @@ class _Loader:
         if config.shared_size:
             shared = DenseFeedForward(
                 self._projection(index, AdapterSite.SHARED_GATE_UP, partial(_gate_up, index, None)),
-                feed,
+                msgspec.structs.replace(feed, limit=config.shared_limit),
                 self._projection(index, AdapterSite.SHARED_DOWN, partial(_down, index, None)),
                 self._dense_space(config.shared_size, feed.is_gated),
             )
@@ -289,11 +333,14 @@ def _down(index: int, number: int | None, read: ModelTensors) -> tuple[Tensor, T
     return read.experts(index).down(number)
 
 
-def _head_norms(config: ModelConfig, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Of queries and of keys: for a head, or for all."""
-    if weights is None or config.attention.qk_norm != "all":
-        return (None, None) if weights is None else (weights[0], weights[-1])
-    return weights[: config.num_heads].flatten(), weights[config.num_heads :].flatten()
+def _head_norms(attention: AttentionConfig, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Of queries and of keys: for a head, or for all. A layer that reads the keys of another has none of keys."""
+    if weights is None:
+        return None, None
+    queries, rest = weights[: attention.num_heads], weights[attention.num_heads :]
+    if attention.qk_norm == "all":
+        return queries.flatten(), rest.flatten()
+    return queries[0], rest[0] if len(rest) else None
 
 
 def _slopes(attention: AttentionConfig, device: torch.device) -> Slopes | None:
@@ -301,10 +348,10 @@ def _slopes(attention: AttentionConfig, device: torch.device) -> Slopes | None:
     return None if alibi is None else Slopes(slopes_of(attention.num_heads).to(device), alibi.is_rounded)
 
 
-def _table(config: ModelConfig, rope: RopeConfig | None, max_model_len: int, device: torch.device) -> Tensor:
+def _table(rotary: Rotary | None, head_dim: int, max_model_len: int, device: torch.device) -> Tensor:
     """Cosines and sines of a layer, ``[2, context, head_dim/2]``; without rope, those of no rotation."""
-    if rope is None:
-        table = torch.ones(max_model_len, config.head_dim // 2, dtype=torch.complex64)
+    if rotary is None:
+        table = torch.ones(max_model_len, head_dim // 2, dtype=torch.complex64)
     else:
-        table = rotations(rope, config.head_dim, max_model_len, config.attention.rotary_dim)
+        table = table_of(rotary, max_model_len)
     return torch.stack([table.real, table.imag]).to(device)

@@ -21,12 +21,16 @@ class DeviceNorm:
     eps: float
     is_centred: bool
 
-    def __call__(self, rows: Tensor, update: Tensor | None, out: Tensor) -> None:
-        """Add ``update`` (or nothing) to ``rows`` in place, then normalise them to ``out``, which may be either of the two."""
+    def __call__(self, rows: Tensor, update: Tensor | None, out: Tensor, factor: Tensor | None = None) -> None:
+        """Add ``update`` (or nothing) to ``rows`` in place, then normalise them to ``out``, which may be either of the two.
+
+        A ``factor``, ``[1]``, multiplies the sum, also in place.
+        """
         if self.is_centred:
+            assert factor is None, "no such model has layer norms"
             add_layer_norm(rows, update, self.weight, self.bias, out, eps=self.eps)
         else:
-            add_rms_norm(rows, update, self.weight, out, eps=self.eps)
+            add_rms_norm(rows, update, self.weight, out, eps=self.eps, factor=factor)
 
 
 class NormedLinear(NamedTuple):
