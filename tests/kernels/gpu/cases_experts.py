@@ -15,15 +15,16 @@ DEEPSEEK = Routing(
 )  # fmt: skip
 
 
-def choice(name, routing, dtype, *, has_correction=False):
+def choice(name, routing, dtype, **kinds):
     return CompileCase(
         name=f"choose {name}",
         kernel=expert_kernels.choose_kernel,
-        signature={"logits": f"*{dtype}", "slots": "*i32", "correction": "*fp32", "chosen": "*i32", "weights": "*fp32"}
+        signature={"logits": f"*{dtype}", "slots": "*i32", "chosen": "*i32"}
+        | dict.fromkeys(("correction", "factors", "weights"), "*fp32")
         | {"logits_stride": "i32", "scaling": "fp32"},
-        constants=module.choice_constants(routing, has_correction=has_correction),
+        constants=module.choice_constants(routing, **{"has_correction": False} | kinds),
         num_warps=1,
-        aligned=("logits", "correction", "chosen", "weights"),
+        aligned=("logits", "correction", "factors", "chosen", "weights"),
     )
 
 
@@ -47,6 +48,7 @@ def product(name, routing, dtype, form, shape, group=None, *, has_bias=False, ga
 
 CASES = [
     choice("DeepSeek V3", DEEPSEEK, "fp32", has_correction=True),
+    choice("Gemma 4", QWEN3, "bf16", has_factors=True),
     choice("Phi-3.5-MoE", Routing(num_experts=16, num_chosen=2, scoring=Scoring.NEAR, tolerance=0.02), "bf16"),
     CompileCase(
         "sort_pairs",

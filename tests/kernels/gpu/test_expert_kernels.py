@@ -62,12 +62,14 @@ class Chosen:
     logits: torch.Tensor
     correction: torch.Tensor | None = None
     padding: tuple[int, ...] = ()
+    factors: torch.Tensor | None = None
 
     def pairs(self):
         found = ExpertPairs.allocate(len(self.logits) + 3, self.routing, self.device).of(len(self.logits))
         correction = None if self.correction is None else self.correction.to(self.device)
         slots = slots_of(len(self.logits), self.padding).to(self.device)
-        choose(self.logits.to(self.device), slots, correction, found, self.routing)
+        factors = None if self.factors is None else self.factors.to(self.device)
+        choose(self.logits.to(self.device), slots, correction, found, self.routing, factors)
         sort_pairs(found)
         return found
 
@@ -79,8 +81,10 @@ def test_the_choice_is_that_of_plain_torch(kernel_device, routing, dtype):
     logits = drawn(11, routing.num_experts + 1, seed=1).mul_(3).to(dtype)
     logits += torch.arange(routing.num_experts + 1).to(dtype) * 2**-5
     correction = drawn(routing.num_experts, seed=2) * 0.3 if routing.scoring is Scoring.SIGMOID else None
-    pairs = Chosen(kernel_device, routing, logits, correction).pairs()
+    factors = 1 + drawn(routing.num_experts, seed=3).square() if dtype == torch.float32 else None
+    pairs = Chosen(kernel_device, routing, logits, correction, factors=factors).pairs()
     chosen, weights = choose_experts(routing, logits[:, :-1], correction)
+    weights = weights if factors is None else weights * factors[chosen]
     assert pairs.chosen.tolist() == chosen.tolist()
     torch.testing.assert_close(pairs.weights.cpu(), weights, rtol=1e-5, atol=1e-6)
 

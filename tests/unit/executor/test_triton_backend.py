@@ -86,6 +86,7 @@ USUAL = (
     "gpt2",
     "xglm",
     "gemma4-shared",
+    "gemma4-experts",
     "laguna",
 )
 """Of all families, what each part of a description takes."""
@@ -98,7 +99,6 @@ REFUSED = dict.fromkeys(STATES, _STATE) | {
         f"{_STATE}, layers without attention or without a feed-forward",
     ),
     **dict.fromkeys(("minimax", "minimax-factors"), f"{_STATE}, norms of sums"),
-    "gemma4-experts": "experts with norms of their own",
     **dict.fromkeys(("modernbert_decoder", "modernbert_decoder-bias"), "a product and a norm before the head"),
     "opt-350m": "norms of sums",
 }

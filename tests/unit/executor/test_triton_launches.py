@@ -50,6 +50,7 @@ MODELS = (
             ("llama3", "none", "float32"),
             ("gemma2", "none", "bfloat16"),
             ("gemma4-shared", "none", "bfloat16"),
+            ("gemma4-experts", "none", "bfloat16"),
             ("laguna", "none", "bfloat16"),
             ("mixtral", "none", "bfloat16"),
             ("deepseek_v3", "none", "bfloat16"),

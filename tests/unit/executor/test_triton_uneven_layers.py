@@ -49,7 +49,8 @@ def test_a_request_that_was_swapped_out_goes_on(tmp_path):
     assert request.output == other.output
 
 
-@pytest.mark.parametrize("family", ["gemma4-shared", pytest.param("mimo_v2", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("family", ["gemma4-shared", "mimo_v2"])
 def test_adapters_know_the_widths_of_each_layer(family, tmp_path):
     model = make_checkpoint(tmp_path / "model", family)
     adapter = write_adapter(tmp_path / "adapter", model, seed=3, targets=("q_proj", "v_proj", "o_proj"))

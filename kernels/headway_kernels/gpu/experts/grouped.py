@@ -66,11 +66,19 @@ class ExpertPairs:
         return ExpertPairs(self.chosen[:num_tokens], self.weights[:num_tokens], self.order[:num_pairs], self.ends)
 
 
-def choose(logits: Tensor, slots: Tensor, correction: Tensor | None, pairs: ExpertPairs, routing: Routing) -> None:
+def choose(
+    logits: Tensor,
+    slots: Tensor,
+    correction: Tensor | None,
+    pairs: ExpertPairs,
+    routing: Routing,
+    factors: Tensor | None = None,
+) -> None:
     """As ``choose_experts`` of ``headway_kernels.experts``, into ``pairs``; equal scores go to the lower expert.
 
     ``logits`` floating, ``[T, num_experts or more]``, any row stride; ``slots`` int32, ``[T]``: a token with -1 is padding
-    and gets the expert ``num_experts``, which does not exist. ``correction`` float32, ``[num_experts]``, or None.
+    and gets the expert ``num_experts``, which does not exist. ``correction`` and ``factors`` float32, ``[num_experts]``, or None;
+    the latter multiply the weights of experts.
     """
     num_tokens = len(logits)
     if num_tokens == 0:
@@ -79,17 +87,20 @@ def choose(logits: Tensor, slots: Tensor, correction: Tensor | None, pairs: Expe
         logits,
         slots,
         logits if correction is None else correction,
+        logits if factors is None else factors,
         pairs.chosen,
         pairs.weights,
         logits.stride(0),
         routing.scaling,
-        **choice_constants(routing, has_correction=correction is not None),
+        **choice_constants(routing, has_correction=correction is not None, has_factors=factors is not None),
         num_warps=1,
         **dependent_launch(logits.device),
     )
 
 
-def choice_constants(routing: Routing, *, has_correction: bool) -> dict[str, int | bool | float]:
+def choice_constants(
+    routing: Routing, *, has_correction: bool, has_factors: bool = False
+) -> dict[str, int | bool | float]:
     """The constants of the kernel that chooses."""
     size = routing.num_experts // routing.num_groups
     return {
@@ -105,6 +116,7 @@ def choice_constants(routing: Routing, *, has_correction: bool) -> dict[str, int
         "TOLERANCE": routing.tolerance,
         "NORMALISED": routing.is_normalised,
         "HAS_CORRECTION": has_correction,
+        "HAS_FACTORS": has_factors,
         "CORRECTS_OUTPUTS": routing.corrects_outputs,
     }
 

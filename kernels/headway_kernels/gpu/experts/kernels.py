@@ -18,6 +18,7 @@ def choose_kernel(
     logits,
     slots,
     correction,
+    factors,
     chosen,
     weights,
     logits_stride,
@@ -34,6 +35,7 @@ def choose_kernel(
     TOLERANCE: tl.constexpr,
     NORMALISED: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
     CORRECTS_OUTPUTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -62,18 +64,7 @@ def choose_kernel(
         ranked += tl.load(correction + expert, mask=exists, other=0.0)
     ranked = tl.where(exists, ranked, _GONE)
     if NUM_GROUPS > 1:
-        rest = ranked
-        of_groups = tl.zeros((BLOCK_GROUPS,), dtype=tl.float32)
-        for _ in tl.static_range(SCORES_PER_GROUP):
-            best = tl.max(rest, 1)
-            of_groups += best
-            first = tl.min(tl.where(rest == best[:, None], member[None, :], BLOCK_SIZE), 1)
-            rest = tl.where(member[None, :] == first[:, None], _GONE, rest)
-        is_open = group < 0
-        for _ in tl.static_range(OPEN_GROUPS):
-            left = tl.where(is_open | (group >= NUM_GROUPS), _GONE, of_groups)
-            first = tl.min(tl.where(left == tl.max(left, 0), group, BLOCK_GROUPS), 0)
-            is_open = is_open | (group == first)
+        is_open = _are_open(ranked, group, member, NUM_GROUPS, OPEN_GROUPS, SCORES_PER_GROUP, BLOCK_GROUPS, BLOCK_SIZE)
         ranked = tl.where(is_open[:, None], ranked, _GONE)
 
     beyond = NUM_GROUPS * GROUP_SIZE
@@ -91,7 +82,37 @@ def choose_kernel(
     place = token * NUM_CHOSEN + before[:, None] + tl.cumsum(counts, 1) - 1
     is_real = tl.load(slots + token) >= 0
     tl.store(chosen + place, tl.where(is_real, expert, beyond), mask=is_chosen)
-    tl.store(weights + place, scores / total * scaling, mask=is_chosen)
+    weight = scores / total * scaling
+    if HAS_FACTORS:
+        weight *= tl.load(factors + expert, mask=exists, other=0.0)
+    tl.store(weights + place, weight, mask=is_chosen)
+
+
+@triton.jit
+def _are_open(
+    ranked,
+    group,
+    member,
+    NUM_GROUPS: tl.constexpr,
+    OPEN_GROUPS: tl.constexpr,
+    SCORES_PER_GROUP: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Whether each group, ``[BLOCK_GROUPS]``, is among the best, by the sum of its best scores."""
+    rest = ranked
+    of_groups = tl.zeros((BLOCK_GROUPS,), dtype=tl.float32)
+    for _ in tl.static_range(SCORES_PER_GROUP):
+        best = tl.max(rest, 1)
+        of_groups += best
+        first = tl.min(tl.where(rest == best[:, None], member[None, :], BLOCK_SIZE), 1)
+        rest = tl.where(member[None, :] == first[:, None], _GONE, rest)
+    is_open = group < 0
+    for _ in tl.static_range(OPEN_GROUPS):
+        left = tl.where(is_open | (group >= NUM_GROUPS), _GONE, of_groups)
+        first = tl.min(tl.where(left == tl.max(left, 0), group, BLOCK_GROUPS), 0)
+        is_open = is_open | (group == first)
+    return is_open
 
 
 @triton.jit

@@ -31,6 +31,7 @@ _FEATURES = DENSE | {
     Feature.INNER_NORM,
     Feature.NEAR_SHARES,
     Feature.EXPERTS,
+    Feature.EXPERT_NORMS,
     Feature.WEIGHED_INPUTS,
     Feature.SINKS,
     Feature.LATENT,

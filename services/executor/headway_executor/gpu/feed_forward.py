@@ -1,16 +1,17 @@
 """What stands between attention and the next layer: two products and an activation, for all tokens or by experts.
 
-Owns: their launches and their memory. Must not know: norms, files.
+Owns: their launches and their memory. Must not know: the layer's own norms, files.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from headway_executor.gpu.activations import activation_of, gate_of
 from headway_executor.gpu.linear import AdaptedLinear, CodedLinear, DenseLinear, DeviceExperts, DeviceLinear
+from headway_executor.gpu.norm import DeviceNorm
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
 from headway_kernels.gpu.activation import Gate
 from headway_kernels.gpu.experts.grouped import ExpertPairs, add_pairs, choose, sort_pairs, weigh_pairs
@@ -80,6 +81,7 @@ class ExpertSpace:
         self.given = wide[: num_pairs * hidden].view(num_pairs, hidden)
         self.inner = torch.empty(num_pairs, inner, dtype=dtype, device=device)
         self.shared = torch.empty(num_tokens, hidden, dtype=dtype, device=device) if feed.experts.shared_size else None
+        self.normed = torch.empty(num_tokens, hidden, dtype=dtype, device=device) if feed.experts.names.norms else None
 
 
 def scores_of(config: ExpertsConfig) -> int:
@@ -87,11 +89,22 @@ def scores_of(config: ExpertsConfig) -> int:
     return config.routing.num_experts + config.has_shared_gate
 
 
+class PartNorms(NamedTuple):
+    """Norms of what each part reads, and of what experts and the shared one give."""
+
+    router: DeviceNorm
+    experts: DeviceNorm
+    experts_post: DeviceNorm
+    shared: DeviceNorm
+    shared_post: DeviceNorm
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """``router`` gives ``scores_of``; ``gate_up`` and ``down`` are of all experts.
 
-    ``correction`` float32, ``[experts]``, or None. All tokens go through ``shared``, if any.
+    ``correction`` and ``factors`` float32, ``[experts]``, or None; see ``choose``. All tokens go through ``shared``, if any. With
+    ``norms``, each part normalises the hidden state by itself; there is a shared expert then.
     """
 
     router: DeviceLinear
@@ -99,6 +112,8 @@ class ExpertWeights:
     gate_up: DeviceExperts
     down: DeviceExperts
     shared: DenseFeedForward | None
+    factors: Tensor | None = None
+    norms: PartNorms | None = None
 
 
 class ExpertFeedForward:
@@ -117,12 +132,12 @@ class ExpertFeedForward:
         """See ``DeviceFeedForward``."""
         space, weights, num_tokens = self._space, self._weights, len(inputs)
         scores, pairs = space.scores[:num_tokens], space.pairs.of(num_tokens)
-        num_pairs = len(pairs.order)
-        weights.router(inputs, scores)
-        choose(scores, slots, weights.correction, pairs, self._routing)
+        num_pairs, norms = len(pairs.order), weights.norms
+        weights.router(self._normed(inputs, norms and norms.router), scores)
+        choose(scores, slots, weights.correction, pairs, self._routing, weights.factors)
         sort_pairs(pairs)
         gate_up, inner, given = space.gate_up[:num_pairs], space.inner[:num_pairs], space.given[:num_pairs]
-        weights.gate_up(inputs, gate_up, pairs, gathers=True)
+        weights.gate_up(self._normed(inputs, norms and norms.experts), gate_up, pairs, gathers=True)
         weighs_inputs = self._routing.weighs_inputs
         if weighs_inputs:
             # The product of a weighed input is the weighed product: no such model has biases here.
@@ -133,6 +148,20 @@ class ExpertFeedForward:
         if weights.shared is not None:
             assert space.shared is not None
             shared = space.shared[:num_tokens]
-            weights.shared(inputs, slots, shared)
+            weights.shared(self._normed(inputs, norms and norms.shared), slots, shared)
         gates = scores[:, -1] if self._has_gate else None
-        add_pairs(given, pairs, out, shared=shared, gates=gates, weighs=not weighs_inputs)
+        if norms is None or shared is None:
+            add_pairs(given, pairs, out, shared=shared, gates=gates, weighs=not weighs_inputs)
+            return
+        add_pairs(given, pairs, out, shared=None, gates=None, weighs=not weighs_inputs)
+        norms.experts_post(out, None, out)
+        norms.shared_post(shared, None, shared)
+        out.add_(shared)
+
+    def _normed(self, inputs: Tensor, norm: DeviceNorm | None) -> Tensor:
+        """What one part reads, until the next reads something else."""
+        if norm is None or self._space.normed is None:
+            return inputs
+        normed = self._space.normed[: len(inputs)]
+        norm(inputs, None, normed)
+        return normed

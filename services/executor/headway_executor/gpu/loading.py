@@ -21,6 +21,7 @@ from headway_executor.gpu.feed_forward import (
     ExpertSpace,
     ExpertWeights,
     FeedForwardSpace,
+    PartNorms,
 )
 from headway_executor.gpu.latent import LatentQkv, latent_space
 from headway_executor.gpu.layer_inputs import LayerInputSpace, LayerTable, OwnInput
@@ -31,6 +32,7 @@ from headway_executor.models.alibi import slopes_of
 from headway_executor.models.attention_config import AttentionConfig, Rotary
 from headway_executor.models.coded_tensors import Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
+from headway_executor.models.expert_tensors import NormsOfExperts
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
 from headway_executor.models.linear import placed
@@ -298,7 +300,7 @@ class _Loader:
         if gate is not None:
             router = torch.cat([router, gate])
             bias = None if bias is None else torch.nn.functional.pad(bias, (0, 1))
-        routing = config.routing
+        routing, norms = config.routing, tensors.norms()
         numbers = range(routing.num_experts)
         gate_up, down = (
             self._weights.of_experts([partial(part, index, number) for number in numbers], rows_per_token, routing)
@@ -321,8 +323,14 @@ class _Loader:
             gate_up=self._adapted_experts(gate_up, index, AdapterSite.EXPERT_GATE_UP),
             down=self._adapted_experts(down, index, AdapterSite.EXPERT_DOWN),
             shared=shared,
+            factors=None if norms is None else self._wide(norms.weights),
+            norms=None if norms is None else self._part_norms(norms),
         )
         return ExpertFeedForward(weights, feed, self._expert_space(feed))
+
+    def _part_norms(self, norms: NormsOfExperts) -> PartNorms:
+        weights = (norms.router, norms.experts, norms.experts_post, norms.shared, norms.shared_post)
+        return PartNorms(*(self.norm(NormTensors(weight, None)) for weight in weights))
 
 
 def _gate_up(index: int, number: int | None, read: ModelTensors) -> tuple[Tensor, Tensor | None]:
