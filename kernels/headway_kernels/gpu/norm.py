@@ -22,7 +22,7 @@ def add_rms_norm(
 
     ``hidden``, ``delta`` (or None) and ``out`` ``[T, C]``, any row stride; ``weight`` ``[C]``, ``factor`` ``[1]`` (beside a
     ``delta``) or None; one floating dtype, but ``weight`` may be float32.
-    ``out`` may be ``delta`` or, without one, ``hidden``. ``C`` up to 65536: registers hold a row.
+    ``out`` may be ``delta``, or ``hidden``, which then does not keep the sum. ``C`` up to 65536: registers hold a row.
 
     The sum, its product and the normalised row are rounded, as in four operators; the rest is float32.
     """
@@ -44,6 +44,7 @@ def add_rms_norm(
         BLOCK=block,
         HAS_DELTA=delta is not None,
         HAS_FACTOR=factor is not None,
+        KEEPS_SUM=delta is not None and out.data_ptr() != hidden.data_ptr(),
         num_warps=warps_for(block),
         **dependent_launch(hidden.device),
     )
@@ -73,6 +74,7 @@ def add_layer_norm(
         WIDTH=width,
         BLOCK=block,
         HAS_DELTA=delta is not None,
+        KEEPS_SUM=delta is not None and out.data_ptr() != hidden.data_ptr(),
         HAS_BIAS=bias is not None,
         num_warps=warps_for(block),
         **dependent_launch(hidden.device),
@@ -99,6 +101,7 @@ def _add_rms_norm(
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
+    KEEPS_SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_grid(PDL)
@@ -112,7 +115,8 @@ def _add_rms_norm(
         rounded = values.to(dtype)
         if HAS_FACTOR:
             rounded = (rounded.to(tl.float32) * tl.load(factor).to(tl.float32)).to(dtype)
-        tl.store(hidden + row * hidden_stride + channels, rounded, mask=within)
+        if KEEPS_SUM:
+            tl.store(hidden + row * hidden_stride + channels, rounded, mask=within)
         values = rounded.to(tl.float32)
     inverse = tl.math.rsqrt(tl.sum(values * values, axis=0) / WIDTH + eps)
     normalised = (values * inverse).to(dtype).to(tl.float32)
@@ -134,6 +138,7 @@ def _add_layer_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    KEEPS_SUM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -146,7 +151,8 @@ def _add_layer_norm(
     if HAS_DELTA:
         values += tl.load(delta + row * delta_stride + channels, mask=within, other=0.0).to(tl.float32)
         rounded = values.to(dtype)
-        tl.store(hidden + row * hidden_stride + channels, rounded, mask=within)
+        if KEEPS_SUM:
+            tl.store(hidden + row * hidden_stride + channels, rounded, mask=within)
         values = rounded.to(tl.float32)
     centred = tl.where(within, values - tl.sum(values, axis=0) / WIDTH, 0.0)
     inverse = tl.math.rsqrt(tl.sum(centred * centred, axis=0) / WIDTH + eps)

@@ -16,7 +16,8 @@ def norm_case(dtype, width, has_delta, *, has_factor=False):
         signature=dict.fromkeys(("hidden", "delta", "weight", "out"), f"*{dtype}")
         | dict.fromkeys(("hidden_stride", "delta_stride", "out_stride"), "i32")
         | {"eps": "fp32", "factor": f"*{dtype}"},
-        constants={"WIDTH": width, "BLOCK": width, "HAS_DELTA": has_delta, "HAS_FACTOR": has_factor},
+        constants={"WIDTH": width, "BLOCK": width, "HAS_DELTA": has_delta, "HAS_FACTOR": has_factor}
+        | {"KEEPS_SUM": has_delta},
         num_warps=norm.warps_for(width),
         aligned=("hidden", "delta", "weight", "out", "hidden_stride", "delta_stride", "out_stride"),
     )
@@ -30,7 +31,7 @@ def layer_norm_case(dtype, has_bias):
         | dict.fromkeys(("weight", "bias"), "*fp32")
         | dict.fromkeys(("hidden_stride", "delta_stride", "out_stride"), "i32")
         | {"eps": "fp32"},
-        constants={"WIDTH": HIDDEN, "BLOCK": HIDDEN, "HAS_DELTA": True, "HAS_BIAS": has_bias},
+        constants={"WIDTH": HIDDEN, "BLOCK": HIDDEN, "HAS_DELTA": True, "KEEPS_SUM": True, "HAS_BIAS": has_bias},
         num_warps=norm.warps_for(HIDDEN),
         aligned=("hidden", "delta", "weight", "bias", "out", "hidden_stride", "delta_stride", "out_stride"),
     )

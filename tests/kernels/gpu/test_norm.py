@@ -1,5 +1,7 @@
 """RMSNorm with the addition before it, beside the oracle and the executor's operator."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -87,10 +89,13 @@ def test_is_what_the_executor_computes(kernel_device, dtype):
     torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
 
 
-def test_output_may_lie_where_the_addend_did(kernel_device):
+@pytest.mark.parametrize("place", ["delta", "hidden"])
+def test_output_may_lie_where_a_summand_did(place, kernel_device):
     hidden, delta = (padded(seed, (2, 100), torch.bfloat16, kernel_device, 0) for seed in (1, 2))
-    weight = padded(3, (1, 100), torch.bfloat16, kernel_device, 0)[0]
-    expected = torch.empty_like(hidden)
-    add_rms_norm(hidden.clone(), delta, weight, expected, eps=EPS)
-    add_rms_norm(hidden, delta, weight, delta, eps=EPS)
-    assert torch.equal(delta, expected)
+    weight, bias = padded(3, (2, 100), torch.bfloat16, kernel_device, 0)
+    for norm in (partial(add_rms_norm, weight=weight), partial(add_layer_norm, weight=weight, bias=bias)):
+        expected = torch.empty_like(hidden)
+        norm(hidden.clone(), delta, out=expected, eps=EPS)
+        summands = {"hidden": hidden.clone(), "delta": delta.clone()}
+        norm(**summands, out=summands[place], eps=EPS)
+        assert torch.equal(summands[place], expected)

@@ -81,6 +81,8 @@ USUAL = (
     "kolibri1",
     "falcon-40b",
     "mpt",
+    "opt-350m",
+    "modernbert_decoder",
     "codegen",
     "nanochat",
     "gpt2",
@@ -98,9 +100,6 @@ REFUSED = dict.fromkeys(STATES, _STATE) | {
         ("nemotron_h", "mamba2", "mamba", "falcon_mamba"),
         f"{_STATE}, layers without attention or without a feed-forward",
     ),
-    **dict.fromkeys(("minimax", "minimax-factors"), f"{_STATE}, norms of sums"),
-    **dict.fromkeys(("modernbert_decoder", "modernbert_decoder-bias"), "a product and a norm before the head"),
-    "opt-350m": "norms of sums",
 }
 """What the kernels lack."""
 

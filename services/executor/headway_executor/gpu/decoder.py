@@ -48,6 +48,8 @@ _FEATURES = DENSE | {
     Feature.LIMIT,
     Feature.LAYER_FACTOR,
     Feature.LAYER_INPUTS,
+    Feature.SUM_NORM,
+    Feature.BEFORE_HEAD,
 }
 """What these kernels have beyond a plain decoder."""
 
@@ -82,13 +84,15 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """``embedding`` ``[vocab, hidden]``; ``positions`` ``[context, hidden]``, added to it, or None. ``table``, or None: see ``layer_inputs``."""
+    """``embedding`` ``[vocab, hidden]``; ``positions`` ``[context, hidden]``, added to it, or None. ``table``, or None: see
+    ``layer_inputs``. ``final_norm`` None: there is none.
+    """
 
     embedding: Tensor
     positions: Tensor | None
     table: Callable[[Tensor, Tensor], None] | None
     layers: tuple[LayerWeights, ...]
-    final_norm: DeviceNorm
+    final_norm: DeviceNorm | None
     head: DeviceLinear
 
 
@@ -195,20 +199,20 @@ class Decoder:
         for layer in weights.layers:
             inputs = _normed(hidden, update, layer.attention_norm, normed, factor)
             layer.mixing(inputs, step, delta)
-            self._finish(delta, layer.attention_post_norm)
             if self._config.is_parallel:
                 # Before anything is added to the hidden state.
-                _normed(hidden, None, layer.mlp_norm, normed)
-                hidden.add_(delta)
-                inputs = normed
+                inputs = _normed(hidden, None, layer.mlp_norm, normed)
+                _normed(hidden, self._finished(hidden, delta, layer.attention_post_norm), None, normed)
             else:
-                inputs = _normed(hidden, delta, layer.mlp_norm, normed)
+                update = self._finished(hidden, delta, layer.attention_post_norm)
+                inputs = _normed(hidden, update, layer.mlp_norm, normed)
             layer.feed_forward(inputs, step.slots, delta)
-            self._finish(delta, layer.mlp_post_norm)
+            update, factor = self._finished(hidden, delta, layer.mlp_post_norm), layer.factor
             if layer.own_input is not None:
-                layer.own_input(hidden.add_(delta), delta)
-            update, factor = delta, layer.factor
-        _normed(hidden, update, weights.final_norm, normed, factor)
+                layer.own_input(_normed(hidden, update, None, normed), delta)
+                update = delta
+        if _normed(hidden, update, weights.final_norm, normed, factor) is hidden:
+            normed.copy_(hidden)
 
     def logits(self, num_sampled: int) -> Tensor:
         """Logits ``[num_sampled, vocab]``, in memory that the next call reuses."""
@@ -223,12 +227,17 @@ class Decoder:
         self._weights.head(self._space.normed[first : first + count], logits)
         return self._scaled(logits)
 
-    def _finish(self, delta: Tensor, norm: DeviceNorm | None) -> None:
-        """What happens to an update before it is added."""
-        if norm is not None:
+    def _finished(self, hidden: Tensor, delta: Tensor, norm: DeviceNorm | None) -> Tensor | None:
+        """What is to be added to the hidden state, of what a part of a layer has made; None: it has been."""
+        sums = self._config.norms_sums
+        if norm is not None and not sums:
             norm(delta, None, delta)
         if self._config.scalings.residual != 1:
             delta.mul_(self._config.scalings.residual)
+        if norm is not None and sums:
+            norm(hidden, delta, hidden)
+            return None
+        return delta
 
     def _scaled(self, logits: Tensor) -> Tensor:
         scalings = self._config.scalings

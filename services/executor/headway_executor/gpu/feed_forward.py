@@ -57,6 +57,10 @@ class DenseFeedForward:
 
     def __call__(self, inputs: Tensor, slots: Tensor, out: Tensor) -> None:  # noqa: ARG002 - padding costs little
         """See ``DeviceFeedForward``."""
+        self.of_all(inputs, out)
+
+    def of_all(self, inputs: Tensor, out: Tensor) -> None:
+        """A ``DeviceLinear``, but for the activation."""
         up, inner = self._space.up[: len(inputs)], self._space.inner[: len(inputs)]
         if self._together is None or not self._together.few(inputs, inner, self._gate):
             self._gate_up(inputs, up)

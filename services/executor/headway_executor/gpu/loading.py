@@ -78,7 +78,6 @@ def load_decoder(
     loader = _Loader(config, weights, adapters, attention, places, max_model_len, max_num_tokens, dtype, device)
     embedding = weights.here(weights.tensors.embedding(dtype))
     final_norm = weights.tensors.final_norm()
-    assert final_norm is not None  # Only models whose norms are of sums lack it.
     positions = weights.tensors.positions(max_model_len)
 
     def layer(index: int) -> LayerWeights:
@@ -90,10 +89,8 @@ def load_decoder(
         positions=None if positions is None else weights.here(positions),
         table=loader.table(),
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=loader.norm(final_norm),
-        head=weights.product(embedding, None, is_exact=True)
-        if config.shares_embedding
-        else weights.linear(lambda read: (read.head(), read.head_bias()), is_exact=True),
+        final_norm=None if final_norm is None else loader.norm(final_norm),
+        head=loader.head(embedding),
     )
 
 
@@ -214,6 +211,27 @@ class _Loader:
         # Of numbers: codes cannot be padded.
         padded = self._tensors.wide_output(index) if latent is None else (latent.output(), None)
         return self._adapted(self._weights.product(*padded), index, AdapterSite.OUTPUT)
+
+    def head(self, embedding: Tensor) -> DeviceLinear:
+        """The product that gives the logits."""
+        if self._config.shares_embedding:
+            head = self._weights.product(embedding, None, is_exact=True)
+        else:
+            head = self._weights.linear(lambda read: (read.head(), read.head_bias()), is_exact=True)
+        tensors, config = self._tensors.before_head(), self._config.before_head
+        if tensors is None or config is None:
+            return head
+        weight, bias, norm = tensors
+        feed = FeedForwardConfig(
+            intermediate_size=self._config.hidden_size, activation=config.activation, is_gated=False
+        )
+        before = DenseFeedForward(
+            self._weights.product(weight, bias, is_exact=True),
+            feed,
+            NormedLinear(self.norm(norm), head),
+            self._dense_space(feed.intermediate_size, feed.is_gated),
+        )
+        return before.of_all
 
     def norm(self, stored: NormTensors, eps: float | None = None) -> DeviceNorm:
         """A norm of whole rows, by default with the epsilon of most."""
