@@ -128,5 +128,7 @@ def test_it_brings_a_server_of_its_own_and_ends_it(source: Path, tmp_path: Path)
         env=os.environ,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("headway batch: 3 requests answered; ")
+    *before, last = done.stderr.splitlines()
+    assert last.startswith("headway batch: 3 requests answered; ")
+    assert all(line.startswith("headway serve: not ready after ") for line in before)  # on a slow machine
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
