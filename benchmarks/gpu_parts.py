@@ -22,12 +22,14 @@ from headway_executor.gpu import attention as of_attention
 from headway_executor.gpu import decoder as of_decoder
 from headway_executor.gpu.attention import DeviceAttention
 from headway_executor.gpu.decoder import Decoder, DecoderWeights, LayerWeights
+from headway_executor.gpu.device_step import Mixing
 from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.norm import DeviceNorm
+from headway_executor.gpu.recurrence import Beside
 
 REPETITIONS = 10
 OF_ATTENTION = ("qkv", "output")
-"""What attention calls by itself, as a layer its norms and its feed-forward; the rest are functions of the kernels."""
+"""What attention calls by itself, as a layer its norms, its state and its feed-forward; the rest are functions of the kernels."""
 
 WithNorms = TypeVar("WithNorms", LayerWeights, DecoderWeights)
 
@@ -87,12 +89,17 @@ def written_down(decoder: Decoder) -> Iterator[Calls]:
         return called
 
     def written(layer: LayerWeights) -> LayerWeights:
-        assert isinstance(layer.mixing, DeviceAttention)
-        products = {name: wrapped(name, getattr(layer.mixing, name)) for name in OF_ATTENTION}
-        feed_forward = wrapped("feed_forward", layer.feed_forward)
+        mixing = None if layer.mixing is None else mixed(layer.mixing)
+        feed_forward = None if layer.feed_forward is None else wrapped("feed_forward", layer.feed_forward)
         own_input = None if layer.own_input is None else wrapped("layer_inputs", layer.own_input)
-        mixing = replace(layer.mixing, **products)
         return replace(with_norms(layer), mixing=mixing, feed_forward=feed_forward, own_input=own_input)
+
+    def mixed(mixing: Mixing) -> Mixing:
+        if isinstance(mixing, Beside):
+            return replace(mixing, attention=mixed(mixing.attention), recurrence=mixed(mixing.recurrence))
+        if isinstance(mixing, DeviceAttention):
+            return replace(mixing, **{name: wrapped(name, getattr(mixing, name)) for name in OF_ATTENTION})
+        return wrapped("recurrence", mixing)
 
     def with_norms(of_some: WithNorms) -> WithNorms:
         norms = {field.name: getattr(of_some, field.name) for field in fields(of_some)}

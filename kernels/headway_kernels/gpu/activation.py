@@ -134,14 +134,14 @@ def activated(gate, up, dtype: tl.constexpr, CLAMPED: tl.constexpr):
     if CLAMPED:
         gate = tl.minimum(gate, _LIMIT)
         up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT) + 1.0
-        swished = gate * _sigmoid(gate * _SLOPE)
+        swished = gate * sigmoid(gate * _SLOPE)
     else:
-        swished = (gate * _sigmoid(gate)).to(dtype).to(tl.float32)
+        swished = (gate * sigmoid(gate)).to(dtype).to(tl.float32)
     return swished * up
 
 
 @triton.jit
-def _sigmoid(values):
+def sigmoid(values):
     """Without an exponential that overflows."""
     decayed = tl.exp(-tl.abs(values))
     return tl.where(values >= 0, 1.0, decayed) / (1.0 + decayed)

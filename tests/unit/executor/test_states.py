@@ -12,9 +12,9 @@ from backend_driver import BackendDriver, Request
 from checkpoints import VOCAB_SIZE, make_checkpoint, make_model
 from group_backend import InlineGroup
 from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
-from headway_executor.backends import torch_loading
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch.batch_state import BatchState, ImpossibleDiff
+from headway_executor.models import state_memory
 from headway_executor.models.config import RecurrenceConfig
 from headway_executor.models.families import read_model_config
 from headway_executor.models.part import part_of
@@ -118,11 +118,11 @@ def test_as_many_rows_as_a_quarter_of_the_free_memory_holds(model, monkeypatch):
     of_one = state_bytes(recurrences)
     assert of_one == 4 * 2 * (3 * (2 * 2 * 12 + 4 * 20) + 4 * 12 * 20)
     warnings = []
-    monkeypatch.setattr(torch_loading, "free_bytes", lambda _device: 4 * (2 * of_one + 9))
+    monkeypatch.setattr(state_memory, "free_bytes", lambda _device: 4 * (2 * of_one + 9))
     _, info = open_backend(model, warn=warnings.append)
     assert info.max_num_rows == 2
     assert any("so 2 fit in a quarter of the free memory, and not max_num_seqs 4" in line for line in warnings)
-    monkeypatch.setattr(torch_loading, "free_bytes", lambda _device: of_one)
+    monkeypatch.setattr(state_memory, "free_bytes", lambda _device: of_one)
     with pytest.raises(BackendConfigError, match="the model's state of one request, 0 MiB, does not fit in 0 MiB"):
         open_backend(model)
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from triton.runtime.interpreter import GridExecutor
 
 from backend_driver import BackendDriver, Request, load_adapter
-from checkpoints import CONTEXT, FAMILIES, STATES, VOCAB_SIZE, change_head, make_checkpoint
+from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, change_head, make_checkpoint
 from decoder_driver import write_checkpoint
 from device_weights import rounded
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
@@ -25,13 +25,16 @@ from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu import device_model, graphs, linear, preparation
 from headway_executor.gpu.linear import CodedLinear
+from headway_executor.models import state_memory
+from headway_executor.models.families import read_model_config
+from headway_executor.models.recurrence import state_bytes
 from headway_kernels.gpu.experts.grouped import multiply_pairs
 from headway_proto.sampling import Constraint, SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
 from lora_files import write_adapter
 from model_core import ModelCore
 from quantised_checkpoints import KINDS, change_config, quantise
-from unit.executor.test_adapters import adapters_of
+from unit.executor.test_adapters import FUSED, adapters_of
 from wholes import make_whole
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
@@ -90,25 +93,22 @@ USUAL = (
     "gemma4-shared",
     "gemma4-experts",
     "laguna",
+    "lfm2",
+    "falcon_mamba",
 )
 """Of all families, what each part of a description takes."""
 
 
-_STATE = "layers with a state instead of attention"
-REFUSED = dict.fromkeys(STATES, _STATE) | {
-    **dict.fromkeys(
-        ("nemotron_h", "mamba2", "mamba", "falcon_mamba"),
-        f"{_STATE}, layers without attention or without a feed-forward",
-    ),
+REFUSED = {
+    "gemma3n": r"several hidden states of a token \(AltUp\), sparse activations",
+    "nemotron_h-latent": "experts between a compression and an expansion",
 }
 """What the kernels lack."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=() if name in USUAL else pytest.mark.deep) for name in FAMILIES if name not in REFUSED
-    ],
+    params=[pytest.param(name, marks=() if name in USUAL else pytest.mark.deep) for name in FAMILIES],
 )
 def family(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
@@ -345,6 +345,11 @@ def test_inputs_of_experts_are_rounded_if_an_expert_has_many_pairs(num_tokens, a
     assert set(calls) == ({True, False} if are_rounded else set())
 
 
+def of_name(family, name):
+    """An adapter by its name, or by what it changes."""
+    return adapters_of(family)[name] if isinstance(name, str) else {"targets": name, "rank": 3}
+
+
 @pytest.mark.parametrize(
     ("family", "names", "most_recorded"),
     [
@@ -355,6 +360,15 @@ def test_inputs_of_experts_are_rounded_if_an_expert_has_many_pairs(num_tokens, a
         ("deepseek_v3", ("down", "stacks"), 512),
         pytest.param("deepseek_v2-lite", ("stacks", "apart"), 8, marks=pytest.mark.deep),
         pytest.param("mixtral", ("apart", "gate_up"), 512, marks=pytest.mark.deep),
+        *(
+            pytest.param(family, targets, most, marks=pytest.mark.deep)
+            for family, targets, most in (
+                ("lfm3", (FUSED["lfm3"], ("out_proj",)), 512),
+                ("kimi_linear", (FUSED["kimi_linear"], ("v_proj",)), 512),
+                ("bailing_hybrid", (FUSED["bailing_hybrid"], ("o_proj",)), 8),
+                ("falcon_mamba", (FUSED["falcon_mamba"], ("x_proj",)), 8),
+            )
+        ),
     ],
 )
 def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(
@@ -364,7 +378,8 @@ def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(
     monkeypatch.setattr(graphs, "MAX_MIXED_TOKENS", most_recorded)
     model = make_checkpoint(tmp_path / "model", family)
     first, second = (
-        write_adapter(tmp_path / name, model, seed=seed, **adapters_of(family)[name]) for seed, name in enumerate(names)
+        write_adapter(tmp_path / str(seed), model, seed=seed, **of_name(family, name))
+        for seed, name in enumerate(names)
     )
     outputs = []
     for kind in (TritonBackend, TorchBackend):
@@ -629,6 +644,37 @@ def test_steps_padded_to_the_sizes_of_graphs_draw_the_same(llama):
     BackendDriver(backend, info).run(requests, budget=12)
     for request in requests:
         assert request.output == expected(llama[1], request.prompt, 3)[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", *(pytest.param(name, marks=pytest.mark.deep) for name in ("lfm3", "nemotron_h", "jamba"))]
+)
+def test_rows_with_states_begin_anew_also_in_steps_padded_to_the_sizes_of_graphs(tmp_path, name):
+    """Padding names row 0, which has a state of its own."""
+    model = make_checkpoint(tmp_path, name)
+    backend, info = open_backend(tmp_path, swap_space_mib=1)
+    assert (info.keeps_states, info.num_host_blocks, info.max_num_rows) == (True, 0, 4)
+    backend._model.parts.target.sizes = backend._model.parts.target.step_sizes(recorded=True)
+    for lengths in ((7, 2), (3,)):
+        requests = [Request(prompt(length, seed=length), 2, GREEDY) for length in lengths]
+        BackendDriver(backend, info).run(requests, budget=6)
+        for request in requests:
+            assert request.output == expected(model, request.prompt, 2)[0]
+
+
+def test_the_room_for_states_decides_how_many_rows_run(tmp_path, monkeypatch):
+    """And none of the steps that are tried at start uses another."""
+    make_checkpoint(tmp_path, "lfm2")
+    of_one = state_bytes(read_model_config(tmp_path).recurrences(range(3)))
+    monkeypatch.setattr(state_memory, "free_bytes", lambda _device: 4 * (2 * of_one + 9))
+    opened = open_backend(tmp_path, max_num_batched_tokens=9)
+    assert opened[1].max_num_rows == 2
+    with torch.inference_mode():
+        preparation.try_largest_step(opened[0]._model.parts)
+    with pytest.raises(
+        BackendConfigError, match="speculation 'ngram' is not allowed with this model, which has layers"
+    ):
+        open_backend(tmp_path, speculation="ngram")
 
 
 def test_steps_of_greedy_rows_draw_in_the_same_launch(llama, monkeypatch):

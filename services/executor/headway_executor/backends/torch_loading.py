@@ -15,7 +15,7 @@ import torch
 from headway_executor.backend import BackendConfig, BackendConfigError
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.memory.host_pool import num_host_blocks
-from headway_executor.memory.kv_pool import CODES, KvPool, free_bytes, num_pool_blocks
+from headway_executor.memory.kv_pool import CODES, KvPool, num_pool_blocks
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters, on_device
 from headway_executor.models.compiled import CompiledModel, checked_library, kernels_lack, library_for, part_for
@@ -28,9 +28,10 @@ from headway_executor.models.forward import ForwardPass
 from headway_executor.models.kv_layout import KvLayout, vectors_layout
 from headway_executor.models.model_settings import ModelSettings, require_head, require_head_of_draft
 from headway_executor.models.part import ModelPart, part_of
-from headway_executor.models.recurrence import RowStates, state_bytes
+from headway_executor.models.recurrence import RowStates
 from headway_executor.models.rope import interleaved
 from headway_executor.models.stage import stage_of
+from headway_executor.models.state_memory import check_draft, check_speculation, counting_blocks, states_of
 from headway_executor.models.stored_names import as_stored
 from headway_executor.models.tensor_shapes import check_tensors
 from headway_executor.ranks.group import RankGroup
@@ -43,10 +44,6 @@ from headway_process.processors import num_usable_cores
 from headway_proto.wording import shown
 
 _PARAMETERS_PER_THREAD = 16_000_000
-
-_STATES_SHARE = 0.25
-_MOST_EMPTY_BLOCKS = 1 << 18
-"""Of a model without keys and values: they only count tokens, and the scheduler has columns of them."""
 
 
 def joined(config: BackendConfig) -> RankGroup | None:
@@ -89,17 +86,8 @@ def checked(checkpoint: Checkpoint, settings: ModelSettings, config: BackendConf
     check_tensors(settings.model_config, checkpoint, config.quantization)
     model_config = as_stored(settings.model_config, checkpoint, config.warn)
     _check_head(model_config, config)
-    _check_states(model_config, config)
+    check_speculation(model_config, config)
     return settings._replace(model_config=model_config)
-
-
-def _check_states(model_config: ModelConfig, config: BackendConfig) -> None:
-    """A state cannot go back to before a token that was proposed."""
-    if model_config.has_states and config.speculation != "off":
-        raise BackendConfigError(
-            f"speculation {shown(config.speculation)} is not allowed with this model, which has layers with a state instead of "
-            "attention; allowed: off"
-        )
 
 
 def _check_head(model_config: ModelConfig, config: BackendConfig) -> None:
@@ -189,11 +177,7 @@ def draft_proposer(
     with Checkpoint(Path(config.draft_model), config.progress) as checkpoint:
         found = checked(checkpoint, draft, msgspec.structs.replace(own, speculation="off"))
         require_head_of_draft(found.model_config, config.draft_model)
-        if found.model_config.has_states:
-            raise BackendConfigError(
-                f"draft_model {shown(config.draft_model)} is not allowed; it has layers with a state instead of attention, which "
-                "cannot go back; allowed: a model with attention in all layers"
-            )
+        check_draft(found.model_config, config.draft_model)
         forward = load(own, found, checkpoint, device)
     return DraftModel(
         DraftForward(forward, sampler),
@@ -280,30 +264,9 @@ class _Places:
     block_bytes_beside: int
 
     def states(self) -> RowStates | None:
-        """Of as many rows as a part of the free memory has room for, on all ranks; None if the model has none.
-
-        Raises:
-            BackendConfigError: there is no room for one.
-        """
-        model_config, config = self.settings.model_config, self.config
-        if not model_config.has_states:
-            return None
-        layers = model_config.recurrences(self.part.layers)
-        room = free_bytes(self.device) * _STATES_SHARE / (config.place.size if self.device.type == "cpu" else 1)
-        num_rows = min(config.max_num_seqs, int(room // max(1, state_bytes(layers))))
-        if self.group is not None:
-            (num_rows,) = self.group.least([num_rows])
-        if not num_rows:
-            raise BackendConfigError(
-                f"the model's state of one request, {state_bytes(layers) >> 20} MiB, does not fit in {int(room) >> 20} MiB, a "
-                "quarter of the free memory"
-            )
-        if num_rows < config.max_num_seqs:
-            config.warn(
-                f"each request has a state of {state_bytes(layers) / (1 << 20):.1f} MiB, so {num_rows} fit in a quarter of the "
-                f"free memory, and not max_num_seqs {config.max_num_seqs}"
-            )
-        return RowStates(layers, num_rows, self.device)
+        """Of this rank's layers; None if the model has none."""
+        model_config = self.settings.model_config
+        return states_of(model_config, self.part.layers, self.config, self.device, self.group)
 
     def pool(self, layout: KvLayout, states: RowStates | None) -> KvPool:
         """Make it; all ranks have as many blocks. A model with ``states`` has no blocks outside: they would not suffice."""
@@ -316,9 +279,7 @@ class _Places:
             device=self.device,
             bytes_beside=0 if states is None else states.num_bytes,
         )
-        if not model_config.num_cached(range(model_config.num_layers)) and not config.num_kv_blocks:
-            of_one = -(-self.settings.max_model_len // config.block_size)
-            num_blocks = min(num_blocks, max(_MOST_EMPTY_BLOCKS, of_one))
+        num_blocks = counting_blocks(model_config, config, num_blocks, self.settings.max_model_len)
         num_beside = num_host_blocks(
             swap_space_mib=config.swap_space_mib if states is None else 0,
             block_bytes=block_bytes,

@@ -41,6 +41,7 @@ from headway_executor.models.model_settings import (
 )
 from headway_executor.models.part import whole
 from headway_executor.models.rope import halves
+from headway_executor.models.state_memory import check_draft, check_speculation
 from headway_executor.models.stored_names import as_stored
 from headway_executor.models.tensor_shapes import check_tensors, expected_tensors
 from headway_executor.sampling.constraints.rows import ConstrainedRows, compiler_for
@@ -96,11 +97,13 @@ class TritonBackend:
             )
             settings = settings._replace(model_config=as_stored(model_config, weights, config.warn))
             require_head(settings.model_config, "backend 'triton'", "backend torch")
+            check_speculation(settings.model_config, config)
             adapters = _adapters(config, settings.model_config, device)
             draft_files = None
             if draft is not None and draft_weights is not None:
                 found = as_stored(draft.model_config, draft_weights, config.warn)
                 require_head_of_draft(found, config.draft_model)
+                check_draft(found, config.draft_model)
                 draft_files = ModelFiles(draft._replace(model_config=found), draft_weights)
             parts = DeviceParts(config, ModelFiles(settings, weights), runtime, adapters, draft_files)
             fingerprint = weights.fingerprint()
@@ -120,7 +123,7 @@ class TritonBackend:
             max_model_len=max_model_len,
             vocab_size=model_config.vocab_size,
             eos_token_ids=model_config.eos_token_ids,
-            max_num_rows=config.max_num_seqs,
+            max_num_rows=parts.max_num_rows,
             num_host_blocks=mover.num_host_blocks,
             swap_us_per_block=swap_us_per_block,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -129,6 +132,7 @@ class TritonBackend:
             max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
             supports_adapters=True,
             adapters=adapters.loaded,
+            keeps_states=parts.states is not None,
         )
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:

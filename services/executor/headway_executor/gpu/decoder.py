@@ -14,7 +14,7 @@ from torch import Tensor
 from headway_executor.backend import BackendConfigError, StepBatch
 from headway_executor.gpu.attention import AttentionSpace
 from headway_executor.gpu.device_rows import DeviceRows
-from headway_executor.gpu.device_step import DeviceStep, Mixing
+from headway_executor.gpu.device_step import DeviceStep, Mixing, StepStates
 from headway_executor.gpu.feed_forward import DeviceFeedForward
 from headway_executor.gpu.linear import DeviceLinear
 from headway_executor.gpu.norm import DeviceNorm
@@ -22,8 +22,10 @@ from headway_executor.gpu.step_columns import ColumnViews
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.decoder import capped_
 from headway_executor.models.features import DENSE, Feature, lacking
+from headway_executor.models.recurrence import RowStates
 from headway_kernels.gpu.attention.long_chunks import LongAttention
 from headway_kernels.gpu.attention.tuning import MOST_CHANNELS
+from headway_kernels.gpu.recurrence.bounds import RowBounds
 from headway_kernels.gpu.rows import expand_rows, gather_rows
 
 _FEATURES = DENSE | {
@@ -50,6 +52,8 @@ _FEATURES = DENSE | {
     Feature.LAYER_INPUTS,
     Feature.SUM_NORM,
     Feature.BEFORE_HEAD,
+    Feature.ALONE,
+    Feature.RECURRENCE,
 }
 """What these kernels have beyond a plain decoder."""
 
@@ -68,15 +72,15 @@ def check_kernels_have(config: ModelConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Norms that a model does not have are None. ``own_input`` makes of the hidden state what is added behind the feed-forward, or
-    is None: see ``layer_inputs``. ``factor``, ``[1]``, or None, multiplies the hidden state behind the layer.
+    """What a layer does not have is None. ``own_input`` makes of the hidden state what is added behind the feed-forward: see
+    ``layer_inputs``. ``factor``, ``[1]``, multiplies the hidden state behind the layer.
     """
 
     attention_norm: DeviceNorm | None
-    mixing: Mixing
+    mixing: Mixing | None
     attention_post_norm: DeviceNorm | None
     mlp_norm: DeviceNorm | None
-    feed_forward: DeviceFeedForward
+    feed_forward: DeviceFeedForward | None
     mlp_post_norm: DeviceNorm | None
     own_input: Callable[[Tensor, Tensor], None] | None
     factor: Tensor | None
@@ -118,8 +122,8 @@ class _Activations:
 
 
 class Decoder:
-    """A loaded model. ``attention``: what its layers share, of each way to attend; ``max_num_rows``: of a step;
-    ``long_attention``: for long chunks, or None, as for others.
+    """A loaded model. ``attention``: what its layers share, of each way to attend; ``states``: of rows, in a model that has some;
+    ``max_num_rows``: of a step; ``long_attention``: for long chunks, or None, as for others.
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class Decoder:
         rows: DeviceRows,
         columns: ColumnViews,
         attention: Sequence[AttentionSpace],
+        states: RowStates | None,
         *,
         max_num_tokens: int,
         max_num_rows: int,
@@ -141,12 +146,8 @@ class Decoder:
         self._columns = columns
         self._space = _Activations(config, max_num_tokens, max_num_rows, dtype, rows.token_store.device)
         self._attention = attention
+        self.states = states
         self._long_attention = long_attention
-
-    @property
-    def num_layers(self) -> int:
-        """Of the model."""
-        return self._config.num_layers
 
     @property
     def has_long_attention(self) -> bool:
@@ -187,27 +188,27 @@ class Decoder:
             has_decodes=has_decodes,
             has_chunks=has_chunks,
             long_chunks=long_chunks,
+            states=self._step_states(num_rows),
         )
-        gather_rows(weights.embedding, space.token_ids[:num_tokens], hidden)
-        if weights.positions is not None:
-            gather_rows(weights.positions, step.positions, normed)
-            hidden.add_(normed)
-        if weights.table is not None:
-            weights.table(space.token_ids[:num_tokens], hidden)
+        self._embed(hidden, normed)
         update: Tensor | None = None
         factor: Tensor | None = None
         for layer in weights.layers:
-            inputs = _normed(hidden, update, layer.attention_norm, normed, factor)
-            layer.mixing(inputs, step, delta)
-            if self._config.is_parallel:
-                # Before anything is added to the hidden state.
-                inputs = _normed(hidden, None, layer.mlp_norm, normed)
-                _normed(hidden, self._finished(hidden, delta, layer.attention_post_norm), None, normed)
-            else:
-                update = self._finished(hidden, delta, layer.attention_post_norm)
-                inputs = _normed(hidden, update, layer.mlp_norm, normed)
-            layer.feed_forward(inputs, step.slots, delta)
-            update, factor = self._finished(hidden, delta, layer.mlp_post_norm), layer.factor
+            if layer.mixing is not None:
+                layer.mixing(_normed(hidden, update, layer.attention_norm, normed, factor), step, delta)
+                factor = None
+                if not self._config.is_parallel:
+                    update = self._finished(hidden, delta, layer.attention_post_norm)
+            if layer.feed_forward is not None:
+                if self._config.is_parallel:
+                    # Before anything is added to the hidden state.
+                    inputs = _normed(hidden, None, layer.mlp_norm, normed)
+                    _normed(hidden, self._finished(hidden, delta, layer.attention_post_norm), None, normed)
+                else:
+                    inputs = _normed(hidden, update, layer.mlp_norm, normed, factor)
+                layer.feed_forward(inputs, step.slots, delta)
+                update = self._finished(hidden, delta, layer.mlp_post_norm)
+            factor = layer.factor
             if layer.own_input is not None:
                 layer.own_input(_normed(hidden, update, None, normed), delta)
                 update = delta
@@ -244,6 +245,25 @@ class Decoder:
         if scalings.logits != 1:
             logits.mul_(scalings.logits)
         return logits if scalings.logits_softcap is None else capped_(logits, scalings.logits_softcap)
+
+    def _embed(self, hidden: Tensor, normed: Tensor) -> None:
+        """Begin with what tokens are, and perhaps where; ``normed`` is overwritten."""
+        space, weights, num_tokens = self._space, self._weights, len(hidden)
+        gather_rows(weights.embedding, space.token_ids[:num_tokens], hidden)
+        if weights.positions is not None:
+            gather_rows(weights.positions, space.positions[:num_tokens], normed)
+            hidden.add_(normed)
+        if weights.table is not None:
+            weights.table(space.token_ids[:num_tokens], hidden)
+
+    def _step_states(self, num_rows: int) -> StepStates | None:
+        columns = self._columns
+        if self.states is None:
+            return None
+        bounds = RowBounds(
+            columns.rows[:num_rows], columns.query_start[: num_rows + 1], columns.first_position[:num_rows]
+        )
+        return StepStates(self.states, bounds)
 
     def _expand(self, num_tokens: int, num_rows: int) -> None:
         space, columns = self._space, self._columns

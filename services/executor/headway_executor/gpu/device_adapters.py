@@ -24,10 +24,10 @@ from headway_kernels.gpu.experts.grouped import ExpertPairs
 from headway_kernels.gpu.experts.low_rank import add_low_rank_of_pairs
 from headway_kernels.gpu.linear.low_rank import ENTRY, TILE, add_low_rank, most_tiles, workspace_size
 
-_PARTS = {AdapterSite.QKV: 3} | dict.fromkeys(
+_PARTS = {AdapterSite.QKV: 3, AdapterSite.STATE_INPUTS: 6} | dict.fromkeys(
     (AdapterSite.GATE_UP, AdapterSite.SHARED_GATE_UP, AdapterSite.EXPERT_GATE_UP), 2
 )
-"""Projections of a site, each with a rank of its own; others are one."""
+"""Projections of a site at most, each with a rank of its own; others are one."""
 _OF_PAIRS = (AdapterSite.EXPERT_GATE_UP, AdapterSite.EXPERT_DOWN)
 _NUMBERS = {site: number for number, site in enumerate(AdapterSite)}
 
@@ -46,9 +46,16 @@ def _widths(config: ModelConfig) -> Iterator[tuple[AdapterSite, int]]:
         yield AdapterSite.LATENT_QUERY, latent.query_rank or hidden
         yield AdapterSite.LATENT_QUERY_IN, hidden
         yield AdapterSite.LATENT_IN, hidden
+        yield AdapterSite.LATENT_GATES, hidden
         yield AdapterSite.LATENT_EXPANSION, latent.rank
     for layer in config.layers:
-        feed = layer.feed_forward
+        feed, state = layer.feed_forward, layer.recurrence
+        if state is not None:
+            yield AdapterSite.STATE_INPUTS, hidden
+            yield AdapterSite.STATE_SELECTION, state.inner
+            yield AdapterSite.STATE_STEPS, state.step_rank
+            yield AdapterSite.STATE_GATES, state.gate_rank
+            yield AdapterSite.STATE_OUTPUT, state.inner
         if feed.experts is None:
             yield AdapterSite.GATE_UP, hidden
             yield AdapterSite.DOWN, feed.intermediate_size

@@ -34,6 +34,7 @@ from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.kv_layout import KvPlace, vectors_layout
 from headway_executor.models.model_settings import ModelSettings
 from headway_executor.models.part import whole
+from headway_executor.models.state_memory import states_of
 from headway_executor.models.stored_names import TensorSource
 from headway_executor.setting_checks import TRITON, option_of
 from headway_kernels.gpu.attention.tuning import AttentionTuning
@@ -64,6 +65,7 @@ class DeviceParts:
         self.config = config
         self.runtime = runtime
         self.max_model_len = max_model_len
+        self.model_config = model_config
         self.vocab_size = vocab_size = model_config.vocab_size
         self._tunings = tunings_of(config.options.get("tuning", AUTO), runtime.device)
         max_num_rows = config.max_num_seqs
@@ -84,6 +86,12 @@ class DeviceParts:
         )
         self.prompt_reader = PromptReader(runtime, vocab_size=vocab_size, max_num_rows=max_num_rows)
         self.target = self._loaded(files, self.most_rows, self.adapters, option_of(config, TRITON, OPTION))
+        self.states = self.target.decoder.states
+        """Of rows, in a model that has some."""
+        self.max_num_rows = max_num_rows if self.states is None else self.states.num_rows
+        """Of requests that run at once."""
+        if self.states is not None:
+            self.most_rows = self.max_num_rows  # None of them has proposals.
         self.draft_model_len = 0 if draft is None else draft.settings.max_model_len
         self.draft = None if draft is None else self._loaded(draft, max_num_rows, None, OWN_KERNEL)
 
@@ -106,6 +114,8 @@ class DeviceParts:
         if self.adapters is not None:
             self.adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens), size.num_tokens)
             size = size._replace(is_adapted=self.adapters.are_any)
+        if self.states is not None:
+            self.states.advance(batch.rows, batch.num_computed_tokens, batch.num_scheduled_tokens)
         self.upload.send(batch, shape, size.num_rows)
         self.target.launch(size, batch)
 
@@ -142,12 +152,16 @@ class DeviceParts:
             dtype=dtype,
             device=self.runtime.device,
         )
+        weights = self._weights(files, adapters, attention, layout.places)
+        # Behind the weights, of what is free then.
+        states = states_of(model_config, range(model_config.num_layers), config, self.runtime.device)
         decoder = Decoder(
             model_config,
-            self._weights(files, adapters, attention, layout.places),
+            weights,
             self.rows,
             self.upload.views,
             tuple(attention.values()),
+            states,
             max_num_tokens=config.max_num_batched_tokens,
             max_num_rows=most_rows,
             dtype=dtype,
@@ -160,7 +174,7 @@ class DeviceParts:
             decoder,
             layout,
             config.block_size,
-            most_rows=most_rows,
+            most_rows=most_rows if states is None else states.num_rows,
             most_tokens=config.max_num_batched_tokens,
             draw=self._draw(),
             adapters=adapters,

@@ -5,9 +5,19 @@ Owns: these shapes. Must not know: what a layer computes, where a step's columns
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from headway_executor.models.recurrence import RowStates
+from headway_kernels.gpu.recurrence.bounds import RowBounds
+
+
+class StepStates(NamedTuple):
+    """The states of all rows, and which of them a step has."""
+
+    rows: RowStates
+    bounds: RowBounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +26,7 @@ class DeviceStep:
 
     ``pool`` is ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, of codes one wider, or, if layers stand behind each
     other in a block, ``[1, num_blocks, numbers]``. ``long_chunks`` attends
-    with the chunks that are for a library, if there are any.
+    with the chunks that are for a library, if there are any. ``states``: in a model that has some.
     """
 
     positions: Tensor
@@ -25,6 +35,7 @@ class DeviceStep:
     has_decodes: bool
     has_chunks: bool
     long_chunks: Callable[[Tensor, Tensor, Tensor], None] | None
+    states: StepStates | None
 
 
 class Mixing(Protocol):

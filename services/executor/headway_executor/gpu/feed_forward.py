@@ -76,12 +76,13 @@ class ExpertSpace:
     ) -> None:
         assert feed.experts is not None
         routing, inner = feed.experts.routing, feed.intermediate_size
+        up = inner * (2 if feed.is_gated else 1)
         num_pairs = num_tokens * routing.num_chosen
         self.pairs = ExpertPairs.allocate(num_tokens, routing, device)
         self.scores = torch.empty(num_tokens, scores_of(feed.experts), dtype=dtype, device=device)
         # The first product's results are done with when the second writes its own.
-        wide = torch.empty(num_pairs * max(2 * inner, hidden), dtype=dtype, device=device)
-        self.gate_up = wide[: num_pairs * 2 * inner].view(num_pairs, 2 * inner)
+        wide = torch.empty(num_pairs * max(up, hidden), dtype=dtype, device=device)
+        self.gate_up = wide[: num_pairs * up].view(num_pairs, up)
         self.given = wide[: num_pairs * hidden].view(num_pairs, hidden)
         self.inner = torch.empty(num_pairs, inner, dtype=dtype, device=device)
         self.shared = torch.empty(num_tokens, hidden, dtype=dtype, device=device) if feed.experts.shared_size else None

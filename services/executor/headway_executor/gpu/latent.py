@@ -13,7 +13,8 @@ from headway_executor.models.attention_config import LatentConfig
 
 
 class LatentQkv:
-    """A ``DeviceLinear`` to queries, keys and values, ``3 * heads * key_dim`` columns; keys are not rotated yet.
+    """A ``DeviceLinear`` to queries, keys and values, ``3 * heads * key_dim`` columns, and perhaps ``gates`` of as many columns as
+    queries; keys are not rotated yet.
 
     ``compress`` gives what queries are made of, unless ``query`` takes the hidden state; then what keys and values are
     made of, then the channels that all keys share; ``expand`` may change the former. ``space`` ``[max tokens, its outputs]``.
@@ -27,6 +28,7 @@ class LatentQkv:
         compress: DeviceLinear,
         expand: DeviceLinear,
         space: Tensor,
+        gates: DeviceLinear | None,
     ) -> None:
         self._config = config
         self._num_heads = num_heads
@@ -34,6 +36,7 @@ class LatentQkv:
         self._compress = compress
         self._expand = expand
         self._space = space
+        self._gates = gates
 
     def __call__(self, inputs: Tensor, out: Tensor) -> None:
         """See ``DeviceLinear``."""
@@ -43,7 +46,9 @@ class LatentQkv:
         of_query, latent, shared = torch.split(compressed, [config.query_rank or 0, config.rank, config.rotary_dim], 1)
         width = heads * config.key_dim
         self._query(inputs if config.query_rank is None else of_query, out[:, :width])
-        self._expand(latent, out[:, width:])
+        self._expand(latent, out[:, width : 3 * width])
+        if self._gates is not None:
+            self._gates(inputs, out[:, 3 * width :])
         # Rotated channels come first in each half of a head.
         keys = out[:, width : 2 * width].view(num_tokens, heads, 2, config.key_dim // 2)
         keys[..., : config.rotary_dim // 2] = shared.view(num_tokens, 1, 2, config.rotary_dim // 2)

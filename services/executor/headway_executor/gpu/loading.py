@@ -13,6 +13,7 @@ from torch import Tensor
 from headway_executor.gpu.attention import AttentionSpace, DeviceAttention
 from headway_executor.gpu.decoder import DecoderWeights, LayerWeights
 from headway_executor.gpu.device_adapters import DeviceAdapters
+from headway_executor.gpu.device_step import Mixing
 from headway_executor.gpu.device_weights import Activations, DeviceWeights, QuantizationKind
 from headway_executor.gpu.feed_forward import (
     DenseFeedForward,
@@ -27,11 +28,12 @@ from headway_executor.gpu.latent import LatentQkv, latent_space
 from headway_executor.gpu.layer_inputs import LayerInputSpace, LayerTable, OwnInput
 from headway_executor.gpu.linear import AdaptedExperts, AdaptedLinear, DeviceExperts, DeviceLinear
 from headway_executor.gpu.norm import DeviceNorm, NormedLinear
+from headway_executor.gpu.recurrence import Beside, DeviceRecurrence, RecurrenceSpace, RecurrenceWeights, widths_of
 from headway_executor.models.adapters import AdapterSite
 from headway_executor.models.alibi import slopes_of
 from headway_executor.models.attention_config import AttentionConfig, Rotary
 from headway_executor.models.coded_tensors import Projection
-from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RecurrenceConfig
 from headway_executor.models.expert_tensors import NormsOfExperts
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
@@ -41,6 +43,7 @@ from headway_executor.models.rope import halves, query_factors, table_of
 from headway_executor.models.stored_names import TensorSource
 from headway_kernels.gpu.attention.paged import Slopes
 from headway_kernels.gpu.tunings import Tunings
+from headway_kernels.states import Convolution
 
 
 def load_decoder(
@@ -126,6 +129,8 @@ class _Loader:
         self._slopes = cache(lambda attention: _slopes(attention, device))
         self._growth = cache(lambda growth: query_factors(growth, max_model_len).to(device))
         self._expert_space = cache(lambda feed: ExpertSpace(max_num_tokens, config.hidden_size, feed, dtype, device))
+        self._recurrence_space = cache(lambda widths: RecurrenceSpace(widths, max_num_tokens, dtype, device))
+        self._beside = cache(lambda: torch.empty(max_num_tokens, config.hidden_size, dtype=dtype, device=device))
         self._dense_space = cache(
             lambda width, is_gated: FeedForwardSpace(
                 max_num_tokens, width, is_gated=is_gated, dtype=dtype, device=device
@@ -138,12 +143,13 @@ class _Loader:
             None if norm is None else self.norm(norm, own)
             for norm, own in zip(self._tensors.norms_of_layer(index), eps, strict=True)
         )
+        layer = self._config.layers[index]
         return LayerWeights(
             attention_norm=attention_norm,
-            mixing=self._attention(index),
+            mixing=self._mixing(index),
             attention_post_norm=attention_post_norm,
             mlp_norm=mlp_norm,
-            feed_forward=self._feed_forward(index, self._config.layers[index].feed_forward),
+            feed_forward=self._feed_forward(index, layer.feed_forward) if layer.has_feed_forward else None,
             mlp_post_norm=mlp_post_norm,
             own_input=self._own_input(index),
             factor=None if factor is None else self._weights.here(factor),
@@ -173,6 +179,42 @@ class _Loader:
             self._weights.product(back, None, is_exact=True),
             self.norm(NormTensors(norm, None), self._config.norm.eps_behind),
             self._input_space,
+        )
+
+    def _mixing(self, index: int) -> Mixing | None:
+        layer = self._config.layers[index]
+        attention = self._attention(index) if layer.attends else None
+        if layer.recurrence is None:
+            return attention
+        recurrence = self._recurrence(index, layer.recurrence)
+        return recurrence if attention is None else Beside(attention, recurrence, self._beside())
+
+    def _recurrence(self, index: int, config: RecurrenceConfig) -> DeviceRecurrence:
+        tensors = self._tensors.recurrence(index)
+        (taps, bias), numbers = tensors.convolution(), tensors.head_numbers()
+        further = {
+            "selection": (tensors.selection(), AdapterSite.STATE_SELECTION),
+            "steps": (tensors.steps(), AdapterSite.STATE_STEPS),
+            "gates": (tensors.gates(), AdapterSite.STATE_GATES),
+        }
+        weights = RecurrenceWeights(
+            inputs=self._projection(index, AdapterSite.STATE_INPUTS, lambda read: read.recurrence(index).inputs()),
+            convolution=Convolution(self._wide(taps.t()).contiguous(), None if bias is None else self._wide(bias)),
+            numbers=None if numbers is None else numbers.each(lambda part: self._wide(part).contiguous()),
+            norm_eps=self._config.norm.eps if config.norm_eps is None else config.norm_eps,
+            output=self._projection(index, AdapterSite.STATE_OUTPUT, lambda read: read.recurrence(index).output()),
+            blocks=None
+            if numbers is None or numbers.blocks is None
+            else self._weights.here(torch.cat(list(numbers.blocks), 2)),
+            # They are small, and decide much: they have no codes.
+            **{
+                name: self._adapted(self._weights.product(weight, None, is_exact=True), index, site)
+                for name, (weight, site) in further.items()
+                if weight is not None
+            },
+        )
+        return DeviceRecurrence(
+            config, len(self._config.recurrences(range(index))), weights, self._recurrence_space(widths_of(config))
         )
 
     def _attention(self, index: int) -> DeviceAttention:
@@ -257,6 +299,7 @@ class _Loader:
     def _latent(self, index: int, latent: LatentTensors) -> LatentQkv:
         """Of numbers: codes cannot be padded."""
         config, query, query_in = self._config.attention.latent, latent.query(), latent.query_in()
+        gates = latent.gates()
         assert config is not None
         assert self._latent_space is not None
         expansion, compress = latent.query_expansion(), latent.key_value_in()
@@ -277,6 +320,9 @@ class _Loader:
             self._adapted(product, index, AdapterSite.LATENT_IN, slice(width, None)),
             self._expansion(latent.key_value_expansion(), index, AdapterSite.LATENT_EXPANSION),
             self._latent_space,
+            None
+            if gates is None
+            else self._adapted(self._weights.product(gates, None), index, AdapterSite.LATENT_GATES),
         )
 
     def _expansion(self, expansion: Expansion, index: int, site: AdapterSite) -> DeviceLinear:

@@ -16,6 +16,7 @@ from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.largest_step import any_row, largest_step
 from headway_executor.gpu.step_columns import StepShape, shape_of
 from headway_executor.memory.kv_pool import num_pool_blocks
+from headway_executor.models.state_memory import counting_blocks
 from headway_kernels.gpu.linear.skinny import MOST_TOKENS
 
 _POOL_SHARE = 0.94
@@ -35,8 +36,11 @@ def open_pools(parts: DeviceParts) -> BlockMover:
         block_bytes=sum(model.block_bytes for model in parts.models),
         device=parts.runtime.device,
         device_share=_POOL_SHARE,
+        bytes_beside=0 if parts.states is None else parts.states.num_bytes,
     )
-    return parts.open_pools(num_blocks, swap_space_mib=config.swap_space_mib)
+    num_blocks = counting_blocks(parts.model_config, config, num_blocks, parts.max_model_len)
+    # Blocks outside would not suffice for what has states.
+    return parts.open_pools(num_blocks, swap_space_mib=config.swap_space_mib if parts.states is None else 0)
 
 
 def record_graphs(parts: DeviceParts) -> None:
@@ -72,7 +76,7 @@ def _launch_largest(parts: DeviceParts, *, most_rows: int) -> tuple[StepBatch, S
     batch = largest_step(
         most_tokens=config.max_num_batched_tokens,
         most_rows=most_rows,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=parts.max_num_rows,
         max_model_len=parts.max_model_len,
     )
     shape = shape_of(batch)

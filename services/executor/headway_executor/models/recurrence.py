@@ -37,6 +37,7 @@ _GATES: Mapping[GateActivation, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 _Int64Array = NDArray[np.int64]
+_Integers = NDArray[np.integer]
 
 
 def state_bytes(layers: Sequence[RecurrenceConfig]) -> int:
@@ -59,8 +60,8 @@ class RowStates:
         self._ends = np.zeros(num_rows, dtype=np.int64)
         self.num_bytes = num_rows * state_bytes(layers)
 
-    def advance(self, numbers: _Int64Array, num_computed: _Int64Array, num_new: _Int64Array) -> None:
-        """Say which tokens a step adds; all int64, ``[n]``. A row goes on where it has ended, or begins anew."""
+    def advance(self, numbers: _Integers, num_computed: _Integers, num_new: _Integers) -> None:
+        """Say which tokens a step adds; all ``[n]``. A row goes on where it has ended, or begins anew."""
         goes_on = num_computed > 0
         assert (self._ends[numbers] == num_computed)[goes_on].all(), "a row with a state went on elsewhere"
         self._ends[numbers] = num_computed + num_new
