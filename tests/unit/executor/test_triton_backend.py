@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from triton.runtime.interpreter import GridExecutor
 
 from backend_driver import BackendDriver, Request, load_adapter
-from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, change_head, make_checkpoint
+from checkpoints import CONTEXT, FAMILIES, ON_OPERATORS, VOCAB_SIZE, change_head, make_checkpoint
 from decoder_driver import write_checkpoint
 from device_weights import rounded
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
@@ -95,20 +95,24 @@ USUAL = (
     "laguna",
     "lfm2",
     "falcon_mamba",
+    "nemotron_h-latent",
 )
 """Of all families, what each part of a description takes."""
 
 
 REFUSED = {
     "gemma3n": r"several hidden states of a token \(AltUp\), sparse activations",
-    "nemotron_h-latent": "experts between a compression and an expansion",
 }
 """What the kernels lack."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=() if name in USUAL else pytest.mark.deep) for name in FAMILIES],
+    params=[
+        pytest.param(name, marks=() if name in USUAL else pytest.mark.deep)
+        for name in (*FAMILIES, *ON_OPERATORS)
+        if name not in REFUSED
+    ],
 )
 def family(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)

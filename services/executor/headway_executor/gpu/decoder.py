@@ -33,6 +33,7 @@ _FEATURES = DENSE | {
     Feature.INNER_NORM,
     Feature.NEAR_SHARES,
     Feature.EXPERTS,
+    Feature.LATENT_EXPERTS,
     Feature.EXPERT_NORMS,
     Feature.WEIGHED_INPUTS,
     Feature.SINKS,

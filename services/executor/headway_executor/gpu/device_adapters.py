@@ -64,6 +64,8 @@ def _widths(config: ModelConfig) -> Iterator[tuple[AdapterSite, int]]:
             yield AdapterSite.SHARED_GATE, hidden
             yield AdapterSite.SHARED_GATE_UP, hidden
             yield AdapterSite.SHARED_DOWN, feed.experts.shared_size
+            yield AdapterSite.EXPERTS_IN, hidden
+            yield AdapterSite.EXPERTS_OUT, feed.experts.latent_size
             yield AdapterSite.EXPERT_GATE_UP, hidden
             yield AdapterSite.EXPERT_DOWN, feed.intermediate_size
 

@@ -81,12 +81,14 @@ class ExpertSpace:
         self.pairs = ExpertPairs.allocate(num_tokens, routing, device)
         self.scores = torch.empty(num_tokens, scores_of(feed.experts), dtype=dtype, device=device)
         # The first product's results are done with when the second writes its own.
-        wide = torch.empty(num_pairs * max(up, hidden), dtype=dtype, device=device)
+        width = feed.experts.latent_size or hidden
+        wide = torch.empty(num_pairs * max(up, width), dtype=dtype, device=device)
         self.gate_up = wide[: num_pairs * up].view(num_pairs, up)
-        self.given = wide[: num_pairs * hidden].view(num_pairs, hidden)
+        self.given = wide[: num_pairs * width].view(num_pairs, width)
         self.inner = torch.empty(num_pairs, inner, dtype=dtype, device=device)
         self.shared = torch.empty(num_tokens, hidden, dtype=dtype, device=device) if feed.experts.shared_size else None
         self.normed = torch.empty(num_tokens, hidden, dtype=dtype, device=device) if feed.experts.names.norms else None
+        self.latent = torch.empty(num_tokens, width, dtype=dtype, device=device) if feed.experts.latent_size else None
 
 
 def scores_of(config: ExpertsConfig) -> int:
@@ -109,7 +111,8 @@ class ExpertWeights:
     """``router`` gives ``scores_of``; ``gate_up`` and ``down`` are of all experts.
 
     ``correction`` and ``factors`` float32, ``[experts]``, or None; see ``choose``. All tokens go through ``shared``, if any. With
-    ``norms``, each part normalises the hidden state by itself; there is a shared expert then.
+    ``norms``, each part normalises the hidden state by itself; there is a shared expert then. Experts read what ``compress``
+    gives, and ``expand`` takes their sum; both or neither are None.
     """
 
     router: DeviceLinear
@@ -119,6 +122,8 @@ class ExpertWeights:
     shared: DenseFeedForward | None
     factors: Tensor | None = None
     norms: PartNorms | None = None
+    compress: DeviceLinear | None = None
+    expand: DeviceLinear | None = None
 
 
 class ExpertFeedForward:
@@ -130,6 +135,7 @@ class ExpertFeedForward:
         self._weights = weights
         self._routing = feed.experts.routing
         self._has_gate = feed.experts.has_shared_gate
+        assert not (self._has_gate and (weights.norms or weights.compress)), "no such model has a gate"
         self._activate = activation_of(feed)
         self._space = space
 
@@ -142,7 +148,12 @@ class ExpertFeedForward:
         choose(scores, slots, weights.correction, pairs, self._routing, weights.factors)
         sort_pairs(pairs)
         gate_up, inner, given = space.gate_up[:num_pairs], space.inner[:num_pairs], space.given[:num_pairs]
-        weights.gate_up(self._normed(inputs, norms and norms.experts), gate_up, pairs, gathers=True)
+        latent = None if space.latent is None else space.latent[:num_tokens]
+        read = self._normed(inputs, norms and norms.experts)
+        if latent is not None and weights.compress is not None:
+            weights.compress(read, latent)
+            read = latent
+        weights.gate_up(read, gate_up, pairs, gathers=True)
         weighs_inputs = self._routing.weighs_inputs
         if weighs_inputs:
             # The product of a weighed input is the weighed product: no such model has biases here.
@@ -154,14 +165,18 @@ class ExpertFeedForward:
             assert space.shared is not None
             shared = space.shared[:num_tokens]
             weights.shared(self._normed(inputs, norms and norms.shared), slots, shared)
-        gates = scores[:, -1] if self._has_gate else None
-        if norms is None or shared is None:
+        if norms is None and latent is None:
+            gates = scores[:, -1] if self._has_gate else None
             add_pairs(given, pairs, out, shared=shared, gates=gates, weighs=not weighs_inputs)
             return
-        add_pairs(given, pairs, out, shared=None, gates=None, weighs=not weighs_inputs)
-        norms.experts_post(out, None, out)
-        norms.shared_post(shared, None, shared)
-        out.add_(shared)
+        add_pairs(given, pairs, out if latent is None else latent, shared=None, gates=None, weighs=not weighs_inputs)
+        if latent is not None and weights.expand is not None:
+            weights.expand(latent, out)
+        if norms is not None and shared is not None:
+            norms.experts_post(out, None, out)
+            norms.shared_post(shared, None, shared)
+        if shared is not None:
+            out.add_(shared)
 
     def _normed(self, inputs: Tensor, norm: DeviceNorm | None) -> Tensor:
         """What one part reads, until the next reads something else."""

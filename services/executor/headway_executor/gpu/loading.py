@@ -378,6 +378,11 @@ class _Loader:
                 self._projection(index, AdapterSite.SHARED_DOWN, partial(_down, index, None)),
                 self._dense_space(config.shared_size, feed.is_gated),
             )
+        sites = (AdapterSite.EXPERTS_IN, AdapterSite.EXPERTS_OUT)
+        around = {
+            name: self._adapted(self._weights.product(weight, None), index, site)
+            for name, weight, site in zip(("compress", "expand"), tensors.latent() or (), sites, strict=False)
+        }
         scores = self._weights.product(router, bias, is_exact=True)
         if gate is not None:
             scores = self._adapted(scores, index, AdapterSite.SHARED_GATE, slice(routing.num_experts, None))
@@ -389,6 +394,7 @@ class _Loader:
             shared=shared,
             factors=None if norms is None else self._wide(norms.weights),
             norms=None if norms is None else self._part_norms(norms),
+            **around,
         )
         return ExpertFeedForward(weights, feed, self._expert_space(feed))
 
