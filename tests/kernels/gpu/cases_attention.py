@@ -125,7 +125,7 @@ CASES = [
     *model(9, 64, "*bf16", group=8, window=True, sinks=True),
     *model(9, 128, "*bf16", group=1, alibi=BY_DISTANCE.value),
     *model(9, 64, "*fp16", group=1, alibi=BY_PLACE.value),
-    *model(9, 512, "*bf16", group=8, stride=16 * 16 * 5888),  # Of layers that stand behind each other.
+    *model(9, 512, "*bf16", group=8, stride=16 * 16 * 5888, below=100),  # Of layers that stand behind each other.
     *model(8, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True, below=90),
     *model(8, 64, "*bf16", group=8, window=True, sinks=True, below=90),
     *model(8, 12, "*fp32", group=1, block_size=8),
