@@ -41,6 +41,12 @@ def silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
     out.copy_(functional.silu(gate.float()).to(gate.dtype) * up)
 
 
+def gelu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
+    """``gpu.activation.gelu_and_multiply``."""
+    gate, up = gate_up.chunk(2, dim=1)
+    out.copy_(functional.gelu(gate.double(), approximate="tanh").to(gate.dtype) * up)
+
+
 def clamped_swish_and_multiply(gate_up: Tensor, out: Tensor) -> None:
     """``gpu.activation.clamped_swish_and_multiply``."""
     gate, up = gate_up.float().chunk(2, dim=1)

@@ -1,9 +1,10 @@
-"""Activations between a decoder's two MLP products: SwiGLU (Shazeer 2020, arXiv 2002.05202), that of gpt-oss (OpenAI 2025,
-arXiv 2508.10925), and xIELU (Huang & Schlag 2024, arXiv 2411.13010).
+"""Activations between a decoder's two MLP products: SwiGLU and GEGLU (Shazeer 2020, arXiv 2002.05202), that of gpt-oss (OpenAI
+2025, arXiv 2508.10925), and xIELU (Huang & Schlag 2024, arXiv 2411.13010).
 
-Owns: ``silu(gate) * up``, the same with bounds, and a curve without a gate. Must not know: layers.
+Owns: ``silu(gate) * up``, the same with GELU or bounds, and a curve without a gate. Must not know: layers.
 """
 
+import math
 from enum import IntEnum
 
 import triton
@@ -14,11 +15,12 @@ from headway_kernels.gpu.dependence import await_grid, dependent_launch
 
 
 class Gate(IntEnum):
-    """What may lie behind a product: nothing, ``silu_and_multiply``, ``clamped_swish_and_multiply``."""
+    """What may lie behind a product: nothing, ``silu_and_multiply``, ``clamped_swish_and_multiply``, ``gelu_and_multiply``."""
 
     NONE = 0
     SILU = 1
     CLAMPED = 2
+    GELU_TANH = 3
 
 
 BLOCK = 1024
@@ -26,6 +28,11 @@ BLOCK = 1024
 NUM_WARPS = 4
 _LIMIT = tl.constexpr(7.0)
 _SLOPE = tl.constexpr(1.702)
+_CLAMPED = tl.constexpr(int(Gate.CLAMPED))
+_GELU_TANH = tl.constexpr(int(Gate.GELU_TANH))
+_OF_GELU = tl.constexpr(2 * (2 / math.pi) ** 0.5)
+"""Half of 1 + tanh(x) is the sigmoid of 2 x."""
+_OF_CUBE = tl.constexpr(0.044715)
 
 
 def silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
@@ -34,7 +41,7 @@ def silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
     ``gate_up`` ``[T, 2 I]``, gate before up, and ``out`` ``[T, I]``, any row stride; one floating dtype. ``silu(gate)``
     is float32, rounded before the product.
     """
-    _launch(gate_up, out, clamped=False)
+    _of_halves(gate_up, out, Gate.SILU)
 
 
 def clamped_swish_and_multiply(gate_up: Tensor, out: Tensor) -> None:
@@ -42,7 +49,15 @@ def clamped_swish_and_multiply(gate_up: Tensor, out: Tensor) -> None:
 
     As ``silu_and_multiply``; only the result is rounded.
     """
-    _launch(gate_up, out, clamped=True)
+    _of_halves(gate_up, out, Gate.CLAMPED)
+
+
+def gelu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
+    """``out = gelu(gate) * up``, where GELU has a tanh in place of the error function (Hendrycks & Gimpel 2016, arXiv 1606.08415).
+
+    As ``silu_and_multiply``.
+    """
+    _of_halves(gate_up, out, Gate.GELU_TANH)
 
 
 def xielu(inputs: Tensor, out: Tensor, curve: Tensor) -> None:
@@ -90,17 +105,24 @@ def _xielu(
     tl.store(out + row * out_stride + channels, result.to(out.dtype.element_ty), mask=within)
 
 
-def _launch(gate_up: Tensor, out: Tensor, *, clamped: bool) -> None:
+def _of_halves(gate_up: Tensor, out: Tensor, gate: Gate) -> None:
+    activate_and_multiply(gate_up, gate_up[:, out.shape[1] :], out, gate)
+
+
+def activate_and_multiply(gates: Tensor, ups: Tensor, out: Tensor, gate: Gate) -> None:
+    """The same of gates and ups that lie apart, ``[T, I or more]``."""
     num_tokens, width = out.shape
     if num_tokens == 0:
         return
     _activate_and_multiply[(num_tokens, triton.cdiv(width, BLOCK))](
-        gate_up,
+        gates,
+        ups,
         out,
-        gate_up.stride(0),
+        gates.stride(0),
+        ups.stride(0),
         out.stride(0),
         WIDTH=width,
-        CLAMPED=clamped,
+        GATE=int(gate),
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
         **dependent_launch(out.device),
@@ -109,12 +131,14 @@ def _launch(gate_up: Tensor, out: Tensor, *, clamped: bool) -> None:
 
 @triton.jit
 def _activate_and_multiply(
-    gate_up,
+    gates,
+    ups,
     out,
-    gate_up_stride,
+    gates_stride,
+    ups_stride,
     out_stride,
     WIDTH: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -123,18 +147,20 @@ def _activate_and_multiply(
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = channels < WIDTH
     dtype = out.dtype.element_ty
-    gate = tl.load(gate_up + row * gate_up_stride + channels, mask=within, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * gate_up_stride + WIDTH + channels, mask=within, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + channels, activated(gate, up, dtype, CLAMPED).to(dtype), mask=within)
+    gate = tl.load(gates + row * gates_stride + channels, mask=within, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * ups_stride + channels, mask=within, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + channels, activated(gate, up, dtype, GATE).to(dtype), mask=within)
 
 
 @triton.jit
-def activated(gate, up, dtype: tl.constexpr, CLAMPED: tl.constexpr):
+def activated(gate, up, dtype: tl.constexpr, GATE: tl.constexpr):
     """Float32 gates and ups to their product, float32."""
-    if CLAMPED:
+    if GATE == _CLAMPED:
         gate = tl.minimum(gate, _LIMIT)
         up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT) + 1.0
         swished = gate * sigmoid(gate * _SLOPE)
+    elif GATE == _GELU_TANH:
+        swished = (gate * sigmoid(gate * (gate * gate * _OF_CUBE + 1.0) * _OF_GELU)).to(dtype).to(tl.float32)
     else:
         swished = (gate * sigmoid(gate)).to(dtype).to(tl.float32)
     return swished * up

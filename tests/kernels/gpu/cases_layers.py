@@ -3,6 +3,7 @@
 from triton_compilation import CompileCase
 
 from headway_kernels.gpu import activation, norm, rotary, rows
+from headway_kernels.gpu.activation import Gate
 
 HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 32, 8, 128, 14336
 BLOCK_SIZE = 16
@@ -37,14 +38,15 @@ def layer_norm_case(dtype, has_bias):
     )
 
 
-def activation_case(dtype, *, clamped=False):
+def activation_case(dtype, gate=Gate.SILU):
     return CompileCase(
-        name=f"activate_and_multiply {dtype} clamped={clamped}",
+        name=f"activate_and_multiply {dtype} {gate.name}",
         kernel=activation._activate_and_multiply,
-        signature={"gate_up": f"*{dtype}", "out": f"*{dtype}", "gate_up_stride": "i32", "out_stride": "i32"},
-        constants={"WIDTH": INTERMEDIATE, "CLAMPED": clamped, "BLOCK": activation.BLOCK},
+        signature=dict.fromkeys(("gates", "ups", "out"), f"*{dtype}")
+        | dict.fromkeys(("gates_stride", "ups_stride", "out_stride"), "i32"),
+        constants={"WIDTH": INTERMEDIATE, "GATE": int(gate), "BLOCK": activation.BLOCK},
         num_warps=activation.NUM_WARPS,
-        aligned=("gate_up", "out", "gate_up_stride", "out_stride"),
+        aligned=("gates", "ups", "out", "gates_stride", "ups_stride", "out_stride"),
     )
 
 
@@ -142,7 +144,8 @@ CASES = [
     layer_norm_case("bf16", has_bias=True),
     layer_norm_case("fp32", has_bias=False),
     activation_case("bf16"),
-    activation_case("bf16", clamped=True),
+    activation_case("bf16", Gate.CLAMPED),
+    activation_case("bf16", Gate.GELU_TANH),
     activation_case("fp32"),
     curve_case("bf16"),
     curve_case("fp32"),

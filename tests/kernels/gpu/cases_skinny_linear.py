@@ -33,6 +33,7 @@ CASES = [
     product(OUTPUT, 64),
     product(GATE_UP, 16, Gate.SILU),
     product(GATE_UP, 64, Gate.SILU),
+    product(GATE_UP, 64, Gate.GELU_TANH),
     product(DOWN, 16, dtype="fp16"),
     product(HEAD, 64),
     product((2880, 2880), 16, Gate.CLAMPED, has_bias=True),

@@ -9,7 +9,15 @@ from torch.nn import functional
 from headway_executor.models import decoder
 from headway_executor.models.decoder import FeedForward
 from headway_kernels import reference
-from headway_kernels.gpu.activation import BLOCK, clamped_swish_and_multiply, silu_and_multiply, xielu
+from headway_kernels.gpu.activation import (
+    BLOCK,
+    Gate,
+    activate_and_multiply,
+    clamped_swish_and_multiply,
+    gelu_and_multiply,
+    silu_and_multiply,
+    xielu,
+)
 
 # Two units in the last place: an intermediate result may fall on the other side of a rounding.
 TOLERANCE = {
@@ -47,6 +55,19 @@ def test_is_what_the_executor_computes(kernel_device, dtype):
     out = torch.empty_like(expected)
     silu_and_multiply(torch.cat([gate, up], dim=1), out)
     torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
+def test_gelu_is_what_the_executor_computes(kernel_device, dtype):
+    """Of gates and ups that lie apart, too."""
+    gate = torch.linspace(-120, 120, 65).to(kernel_device, dtype).expand(2, 65)
+    up = torch.linspace(-3, 3, 65).to(kernel_device, dtype).expand(2, 65)
+    expected, both, found = (torch.empty(2, 65, device=kernel_device, dtype=dtype) for _ in range(3))
+    reference.gelu_and_multiply(torch.cat([gate, up], dim=1), expected)
+    gelu_and_multiply(torch.cat([gate, up], dim=1), both)
+    activate_and_multiply(gate, up, found, Gate.GELU_TANH)
+    torch.testing.assert_close(both, expected, **TOLERANCE[dtype])
+    assert torch.equal(found, both)
 
 
 @pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))

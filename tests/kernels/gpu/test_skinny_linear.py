@@ -17,6 +17,7 @@ TOLERANCE = {torch.bfloat16: {"rtol": 2**-7, "atol": 2e-3}, torch.float16: {"rto
 ACTIVATIONS = {
     Gate.SILU: reference.silu_and_multiply,
     Gate.CLAMPED: reference.clamped_swish_and_multiply,
+    Gate.GELU_TANH: reference.gelu_and_multiply,
 }
 SPLIT_INPUTS = 700
 """Enough for several splits, and no multiple of any tile."""

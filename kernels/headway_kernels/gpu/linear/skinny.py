@@ -40,7 +40,6 @@ BLOCKS_TO_START = 4
 """What a program costs before its loads flow, in steps of ``BLOCK_INPUTS``."""
 
 _UNGATED = tl.constexpr(int(Gate.NONE))
-_CLAMPED = tl.constexpr(int(Gate.CLAMPED))
 
 
 def takes(num_tokens: int, dtype: torch.dtype) -> bool:
@@ -272,7 +271,7 @@ def _store(
         rounded = sums.to(dtype).to(tl.float32)
         pairs = tl.permute(tl.reshape(rounded, (BLOCK_OUTPUTS // 2, 2, sums.shape[1])), (0, 2, 1))
         gate, up = tl.split(pairs)
-        results = activated(gate, up, dtype, GATE == _CLAMPED)
+        results = activated(gate, up, dtype, GATE)
         num_results = OUTPUTS // 2
     columns = tile * results.shape[0] + tl.arange(0, results.shape[0])
     place = out + tokens[:, None].to(tl.int64) * out_stride + columns[None, :]

@@ -12,17 +12,26 @@ import torch
 from torch import Tensor
 
 from headway_executor.models.config import Activation, FeedForwardConfig
-from headway_kernels.gpu.activation import Gate, clamped_swish_and_multiply, silu_and_multiply, xielu
+from headway_kernels.gpu.activation import (
+    Gate,
+    activate_and_multiply,
+    clamped_swish_and_multiply,
+    gelu_and_multiply,
+    silu_and_multiply,
+    xielu,
+)
 
 Activate: TypeAlias = Callable[[Tensor, Tensor], None]
 """From ``[tokens, 2 * inner]`` (gates, then ups), or ``[tokens, inner]`` without a gate, to ``[tokens, inner]``."""
 
 _GATED: Mapping[Activation, Activate] = MappingProxyType(
-    {"silu": silu_and_multiply, "clamped_swish": clamped_swish_and_multiply}
+    {"silu": silu_and_multiply, "clamped_swish": clamped_swish_and_multiply, "gelu_tanh": gelu_and_multiply}
 )
 """Those with a kernel of their own."""
 
-_GATES: Mapping[Activation, Gate] = MappingProxyType({"silu": Gate.SILU, "clamped_swish": Gate.CLAMPED})
+_GATES: Mapping[Activation, Gate] = MappingProxyType(
+    {"silu": Gate.SILU, "clamped_swish": Gate.CLAMPED, "gelu_tanh": Gate.GELU_TANH}
+)
 
 
 def gate_of(feed: FeedForwardConfig) -> Gate:
@@ -37,16 +46,16 @@ def activation_of(feed: FeedForwardConfig, curve: Tensor | None = None) -> Activ
     if feed.is_gated and feed.activation in _GATED:
         return _GATED[feed.activation]
     if not feed.is_gated:
-        return partial(activate, feed.activation)
+        return partial(_activate, feed.activation)
 
     def gated(gate_up: Tensor, out: Tensor) -> None:
         width = out.shape[1]
-        activate(feed.activation, gate_up[:, :width], out)
+        _activate(feed.activation, gate_up[:, :width], out)
         out.mul_(gate_up[:, width:])
 
     def limited(gate_up: Tensor, out: Tensor) -> None:
         width = out.shape[1]
-        activate("silu", gate_up[:, :width], out)
+        _activate("silu", gate_up[:, :width], out)
         out.clamp_(max=feed.limit).mul_(gate_up[:, width:].clamp_(-feed.limit, feed.limit))
 
     if feed.activation == "limited_silu":
@@ -55,8 +64,17 @@ def activation_of(feed: FeedForwardConfig, curve: Tensor | None = None) -> Activ
     return gated
 
 
-def activate(name: Activation, inputs: Tensor, out: Tensor) -> None:
-    """One without a gate and without numbers of its own."""
+def activate_gates_(name: Activation, gates: Tensor, ups: Tensor) -> None:
+    """``gates = activation(gates) * ups``, both ``[tokens, width]``, of an activation without numbers of its own."""
+    if name in _GATES:
+        activate_and_multiply(gates, ups, gates, _GATES[name])
+    else:
+        _activate(name, gates, gates)
+        gates.mul_(ups)
+
+
+def _activate(name: Activation, inputs: Tensor, out: Tensor) -> None:
+    """One without a gate and without numbers of its own; ``out`` may be ``inputs``."""
     if name == "silu":
         torch.ops.aten.silu.out(inputs, out=out)
     elif name in {"gelu", "gelu_tanh"}:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headway_executor.gpu.activations import activate
+from headway_executor.gpu.activations import activate_gates_
 from headway_executor.gpu.linear import DeviceLinear
 from headway_executor.gpu.norm import DeviceNorm
 from headway_executor.models.config import Activation, LayerInputs
@@ -24,7 +24,7 @@ class LayerInputSpace:
         shape = (max_num_tokens, num_layers, inputs.size)
         self.inputs = torch.empty(shape, dtype=dtype, device=device)
         self.words = torch.empty_like(self.inputs)
-        self.gates = torch.empty((2, max_num_tokens, inputs.size), dtype=dtype, device=device)
+        self.gates = torch.empty((max_num_tokens, inputs.size), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class OwnInput:
 
     def __call__(self, hidden: Tensor, out: Tensor) -> None:
         """``[tokens, hidden] -> [tokens, hidden]``; ``hidden`` gates the inputs."""
-        gates, gated = self.space.gates[:, : len(hidden)]
+        gates = self.space.gates[: len(hidden)]
         self.gate(hidden, gates)
-        activate(self.activation, gates, gated)
-        self.back(gated.mul_(self.space.inputs[: len(hidden), self.index]), out)
+        activate_gates_(self.activation, gates, self.space.inputs[: len(hidden), self.index])
+        self.back(gates, out)
         self.post_norm(out, None, out)
