@@ -15,7 +15,7 @@ def convolution_case(dtype, channels, taps, *, gated=False):
         signature=COLUMNS
         | dict.fromkeys(("inputs", "out"), f"*{dtype}")
         | dict.fromkeys(("past", "taps", "bias"), "*fp32")
-        | dict.fromkeys(("inputs_stride", "out_stride"), "i32"),
+        | dict.fromkeys(("num_rows", "inputs_stride", "out_stride"), "i32"),
         constants={"CHANNELS": channels, "TAPS": taps, "HAS_BIAS": not gated, "GATED": gated, "SILU": not gated}
         | {"TOKENS": convolution.TOKENS, "BLOCK": convolution.CHANNELS_PER_PROGRAM},
         num_warps=convolution.NUM_WARPS,
@@ -31,7 +31,7 @@ def heads_case(dtype, shape, *, steps=True, by_channel=False):
         signature=COLUMNS
         | dict.fromkeys(("convolved", "strengths", "steps", "out"), f"*{dtype}")
         | dict.fromkeys(("decay", "step_bias", "skip", "states"), "*fp32")
-        | dict.fromkeys(("convolved_stride", "strengths_stride", "steps_stride", "out_stride"), "i32")
+        | dict.fromkeys(("num_rows", "convolved_stride", "strengths_stride", "steps_stride", "out_stride"), "i32")
         | dict.fromkeys(("decay_bound", "query_factor"), "fp32"),
         constants={
             "NUM_HEADS": shape.num_heads,
@@ -75,6 +75,7 @@ def channels_case(dtype, width, key_dim):
         signature=COLUMNS
         | dict.fromkeys(("values", "steps", "selected", "gates", "out"), f"*{dtype}")
         | dict.fromkeys(("decay", "step_bias", "skip", "states"), "*fp32")
+        | {"num_rows": "i32"}
         | {f"{name}_stride": "i32" for name in ("values", "steps", "selected", "gates", "out")},
         constants={"CHANNELS": width, "KEY_DIM": key_dim, "PADDED_KEYS": padded, "BLOCK": channels.channels_of(padded)},
         num_warps=channels.NUM_WARPS,
@@ -90,6 +91,7 @@ def unit_case(dtype, width, block_width):
         signature=COLUMNS
         | dict.fromkeys(("values", "made", "gates", "out"), f"*{dtype}")
         | dict.fromkeys(("decay", "block_bias", "states"), "*fp32")
+        | {"num_rows": "i32"}
         | {f"{name}_stride": "i32" for name in ("values", "made", "gates", "out")},
         constants={"CHANNELS": width, "WIDTH": block_width, "BLOCK": channels.CHANNELS_PER_PROGRAM}
         | {"KIND": int(gates.GateKind.GELU_TANH)},

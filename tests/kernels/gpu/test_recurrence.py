@@ -11,6 +11,7 @@ from headway_executor.gpu.recurrence import DeviceRecurrence, RecurrenceSpace, R
 from headway_executor.models.config import RecurrenceConfig
 from headway_executor.models.recurrence import Recurrence, RowStates, spans_of
 from headway_executor.models.tensor_names import RecurrenceNames
+from headway_kernels.gpu.recurrence import bounds as of_bounds
 from headway_kernels.gpu.recurrence.bounds import RowBounds
 from headway_kernels.states import Convolution, HeadNumbers
 
@@ -153,7 +154,9 @@ STEPS = (
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in USUAL else pytest.mark.deep) for kind in KINDS]
 )
-def test_equals_the_operators(kernel_device, kind):
+def test_equals_the_operators(kernel_device, kind, monkeypatch):
+    """Also if a program goes through several rows."""
+    monkeypatch.setattr(of_bounds, "_PROGRAMS", 4)
     layer = Layer(kernel_device, **KINDS[kind])
     for spans in STEPS:
         inputs = layer.drawn(sum(span[2] for span in spans), layer.config.num_inputs)

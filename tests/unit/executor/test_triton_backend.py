@@ -665,7 +665,7 @@ def test_steps_padded_to_the_sizes_of_graphs_draw_the_same(llama):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_5", *(pytest.param(name, marks=pytest.mark.deep) for name in ("lfm3", "nemotron_h", "jamba"))]
+    "name", ["qwen3_5", *(pytest.param(name, marks=pytest.mark.deep) for name in ("lfm3", "bamba", "falcon_mamba"))]
 )
 def test_rows_with_states_begin_anew_also_in_steps_padded_to_the_sizes_of_graphs(tmp_path, name):
     """Padding names row 0, which has a state of its own."""

@@ -17,3 +17,12 @@ class RowBounds(NamedTuple):
     rows: Tensor
     query_start: Tensor
     first_position: Tensor
+
+
+_PROGRAMS = 4096
+"""Of one warp, of a launch: more than run at once anywhere."""
+
+
+def programs_along(num_rows: int, programs_of_row: int) -> int:
+    """Along the rows of a step, each of which has so many: the padding of a large graph would be many that do nothing."""
+    return min(num_rows, max(1, _PROGRAMS // programs_of_row))

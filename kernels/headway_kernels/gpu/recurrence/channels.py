@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway_kernels.gpu.activation import sigmoid
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
-from headway_kernels.gpu.recurrence.bounds import RowBounds
+from headway_kernels.gpu.recurrence.bounds import RowBounds, programs_along
 from headway_kernels.gpu.recurrence.gates import GateKind, activated_gate
 from headway_kernels.gpu.recurrence.heads import softplus
 from headway_kernels.states import HeadNumbers
@@ -45,7 +45,8 @@ def scan_channels(
     key_dim = selected.shape[1] // 2
     padded_keys = triton.next_power_of_2(key_dim)
     block = channels_of(padded_keys)
-    _scan_channels[(num_rows, triton.cdiv(channels, block))](
+    parts = triton.cdiv(channels, block)
+    _scan_channels[(programs_along(num_rows, parts), parts)](
         values,
         steps,
         selected,
@@ -58,6 +59,7 @@ def scan_channels(
         bounds.query_start,
         bounds.first_position,
         out,
+        num_rows,
         values.stride(0),
         steps.stride(0),
         selected.stride(0),
@@ -95,7 +97,8 @@ def scan_unit(
     num_rows, channels = len(bounds.rows), out.shape[1]
     if num_rows == 0:
         return
-    _scan_unit[(num_rows, triton.cdiv(channels, CHANNELS_PER_PROGRAM))](
+    parts = triton.cdiv(channels, CHANNELS_PER_PROGRAM)
+    _scan_unit[(programs_along(num_rows, parts), parts)](
         values,
         made,
         gates,
@@ -106,6 +109,7 @@ def scan_unit(
         bounds.query_start,
         bounds.first_position,
         out,
+        num_rows,
         values.stride(0),
         made.stride(0),
         gates.stride(0),
@@ -119,7 +123,10 @@ def scan_unit(
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["selected", "gates", "rows", "query_start", "first_position"])
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["selected", "gates", "rows", "query_start", "first_position"],
+)
 def _scan_channels(
     values,
     steps,
@@ -133,6 +140,7 @@ def _scan_channels(
     query_start,
     first_position,
     out,
+    num_rows,
     values_stride,
     steps_stride,
     selected_stride,
@@ -145,39 +153,43 @@ def _scan_channels(
     PDL: tl.constexpr,
 ):
     await_grid(PDL)
-    entry = tl.program_id(0)
-    start = tl.load(query_start + entry)
-    end = tl.load(query_start + entry + 1)
-    if end > start:
-        number = tl.arange(0, PADDED_KEYS)
-        in_key = number < KEY_DIM
-        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        within = channel < CHANNELS
-        in_state = in_key[:, None] & within[None, :]
-        of_channels = number[:, None] * CHANNELS + channel[None, :]
-        place = states + tl.load(rows + entry).to(tl.int64) * (KEY_DIM * CHANNELS) + of_channels
-        # A row that begins has no state yet.
-        known = tl.where(tl.load(first_position + entry) > 0, number, KEY_DIM) < KEY_DIM
-        state = tl.load(place, mask=known[:, None] & within[None, :], other=0.0)
-        decays = tl.load(decay + of_channels, mask=in_state, other=0.0)
-        bias = tl.load(step_bias + channel, mask=within, other=0.0)
-        skipped = tl.load(skip + channel, mask=within, other=0.0)
-        at = start.to(tl.int64)
-        for _ in range(start, end):
-            key = tl.load(selected + at * selected_stride + number, mask=in_key, other=0.0).to(tl.float32)
-            query = tl.load(selected + at * selected_stride + KEY_DIM + number, mask=in_key, other=0.0).to(tl.float32)
-            value = tl.load(values + at * values_stride + channel, mask=within, other=0.0).to(tl.float32)
-            step = tl.load(steps + at * steps_stride + channel, mask=within, other=0.0).to(tl.float32)
-            gate = tl.load(gates + at * gates_stride + channel, mask=within, other=0.0).to(tl.float32)
-            step = softplus(step + bias)
-            state = state * tl.exp(decays * step[None, :]) + key[:, None] * (value * step)[None, :]
-            result = (tl.sum(query[:, None] * state, 0) + value * skipped) * gate * sigmoid(gate)
-            tl.store(out + at * out_stride + channel, result.to(out.dtype.element_ty), mask=within)
-            at += 1
-        tl.store(place, state, mask=in_state)
+    number = tl.arange(0, PADDED_KEYS)
+    in_key = number < KEY_DIM
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within = channel < CHANNELS
+    in_state = in_key[:, None] & within[None, :]
+    of_channels = number[:, None] * CHANNELS + channel[None, :]
+    for entry in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        start = tl.load(query_start + entry)
+        end = tl.load(query_start + entry + 1)
+        if end > start:
+            place = states + tl.load(rows + entry).to(tl.int64) * (KEY_DIM * CHANNELS) + of_channels
+            # A row that begins has no state yet.
+            known = tl.where(tl.load(first_position + entry) > 0, number, KEY_DIM) < KEY_DIM
+            state = tl.load(place, mask=known[:, None] & within[None, :], other=0.0)
+            decays = tl.load(decay + of_channels, mask=in_state, other=0.0)
+            bias = tl.load(step_bias + channel, mask=within, other=0.0)
+            skipped = tl.load(skip + channel, mask=within, other=0.0)
+            at = start.to(tl.int64)
+            for _ in range(start, end):
+                key = tl.load(selected + at * selected_stride + number, mask=in_key, other=0.0).to(tl.float32)
+                query = tl.load(selected + at * selected_stride + KEY_DIM + number, mask=in_key, other=0.0).to(
+                    tl.float32
+                )
+                value = tl.load(values + at * values_stride + channel, mask=within, other=0.0).to(tl.float32)
+                step = tl.load(steps + at * steps_stride + channel, mask=within, other=0.0).to(tl.float32)
+                gate = tl.load(gates + at * gates_stride + channel, mask=within, other=0.0).to(tl.float32)
+                step = softplus(step + bias)
+                state = state * tl.exp(decays * step[None, :]) + key[:, None] * (value * step)[None, :]
+                result = (tl.sum(query[:, None] * state, 0) + value * skipped) * gate * sigmoid(gate)
+                tl.store(out + at * out_stride + channel, result.to(out.dtype.element_ty), mask=within)
+                at += 1
+            tl.store(place, state, mask=in_state)
 
 
-@triton.jit(do_not_specialize_on_alignment=["gates", "rows", "query_start", "first_position"])
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["gates", "rows", "query_start", "first_position"]
+)
 def _scan_unit(
     values,
     made,
@@ -189,6 +201,7 @@ def _scan_unit(
     query_start,
     first_position,
     out,
+    num_rows,
     values_stride,
     made_stride,
     gates_stride,
@@ -200,32 +213,32 @@ def _scan_unit(
     PDL: tl.constexpr,
 ):
     await_grid(PDL)
-    entry = tl.program_id(0)
-    start = tl.load(query_start + entry)
-    end = tl.load(query_start + entry + 1)
-    if end > start:
-        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        within = channel < CHANNELS
-        place = states + tl.load(rows + entry).to(tl.int64) * CHANNELS + channel
-        position = tl.load(first_position + entry)
-        known = tl.where(position > 0, channel, CHANNELS) < CHANNELS
-        state = tl.load(place, mask=known, other=0.0)
-        decays = tl.load(decay + channel, mask=within, other=0.0)
-        taken_bias = tl.load(block_bias + channel, mask=within, other=0.0)
-        staying_bias = tl.load(block_bias + CHANNELS + channel, mask=within, other=0.0)
-        of_block = made + (channel // WIDTH).to(tl.int64) * made_stride + channel % WIDTH
-        at = start.to(tl.int64)
-        for _ in range(start, end):
-            value = tl.load(values + at * values_stride + channel, mask=within, other=0.0).to(tl.float32)
-            gate = tl.load(gates + at * gates_stride + channel, mask=within, other=0.0).to(tl.float32)
-            taken = tl.load(of_block + at * (2 * WIDTH), mask=within, other=0.0).to(tl.float32)
-            staying = tl.load(of_block + at * (2 * WIDTH) + WIDTH, mask=within, other=0.0).to(tl.float32)
-            logarithm = sigmoid(staying + staying_bias) * decays
-            # A first token is taken whole.
-            written = tl.where(position > 0, tl.sqrt(1.0 - tl.exp(2.0 * logarithm)), 1.0)
-            state = state * tl.exp(logarithm) + written * value * sigmoid(taken + taken_bias)
-            result = state * activated_gate(gate, KIND)
-            tl.store(out + at * out_stride + channel, result.to(out.dtype.element_ty), mask=within)
-            at += 1
-            position += 1
-        tl.store(place, state, mask=within)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within = channel < CHANNELS
+    for entry in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        start = tl.load(query_start + entry)
+        end = tl.load(query_start + entry + 1)
+        if end > start:
+            place = states + tl.load(rows + entry).to(tl.int64) * CHANNELS + channel
+            position = tl.load(first_position + entry)
+            known = tl.where(position > 0, channel, CHANNELS) < CHANNELS
+            state = tl.load(place, mask=known, other=0.0)
+            decays = tl.load(decay + channel, mask=within, other=0.0)
+            taken_bias = tl.load(block_bias + channel, mask=within, other=0.0)
+            staying_bias = tl.load(block_bias + CHANNELS + channel, mask=within, other=0.0)
+            of_block = made + (channel // WIDTH).to(tl.int64) * made_stride + channel % WIDTH
+            at = start.to(tl.int64)
+            for _ in range(start, end):
+                value = tl.load(values + at * values_stride + channel, mask=within, other=0.0).to(tl.float32)
+                gate = tl.load(gates + at * gates_stride + channel, mask=within, other=0.0).to(tl.float32)
+                taken = tl.load(of_block + at * (2 * WIDTH), mask=within, other=0.0).to(tl.float32)
+                staying = tl.load(of_block + at * (2 * WIDTH) + WIDTH, mask=within, other=0.0).to(tl.float32)
+                logarithm = sigmoid(staying + staying_bias) * decays
+                # A first token is taken whole.
+                written = tl.where(position > 0, tl.sqrt(1.0 - tl.exp(2.0 * logarithm)), 1.0)
+                state = state * tl.exp(logarithm) + written * value * sigmoid(taken + taken_bias)
+                result = state * activated_gate(gate, KIND)
+                tl.store(out + at * out_stride + channel, result.to(out.dtype.element_ty), mask=within)
+                at += 1
+                position += 1
+            tl.store(place, state, mask=within)

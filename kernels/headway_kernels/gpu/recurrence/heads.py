@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway_kernels.gpu.activation import sigmoid
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
-from headway_kernels.gpu.recurrence.bounds import RowBounds
+from headway_kernels.gpu.recurrence.bounds import RowBounds, programs_along
 from headway_kernels.states import HeadNumbers
 
 NUMBERS_PER_PROGRAM = 1024
@@ -66,7 +66,8 @@ def run_heads(
     by_channel = step_bias is not None and len(step_bias) > shape.num_heads
     strengths_ = convolved if strengths is None else strengths
     steps_ = convolved if steps is None else steps
-    _run_heads[(num_rows, shape.num_heads, triton.cdiv(shape.value_dim, block))](
+    slices = triton.cdiv(shape.value_dim, block)
+    _run_heads[(programs_along(num_rows, shape.num_heads * slices), shape.num_heads, slices)](
         convolved,
         strengths_,
         steps_,
@@ -78,6 +79,7 @@ def run_heads(
         bounds.query_start,
         bounds.first_position,
         out,
+        num_rows,
         convolved.stride(0),
         strengths_.stride(0),
         steps_.stride(0),
@@ -109,7 +111,7 @@ def block_of(key_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 @triton.jit(
-    do_not_specialize=["decay_bound", "query_factor"],
+    do_not_specialize=["num_rows", "decay_bound", "query_factor"],
     do_not_specialize_on_alignment=["strengths", "steps", "rows", "query_start", "first_position"],
 )
 def _run_heads(
@@ -124,6 +126,7 @@ def _run_heads(
     query_start,
     first_position,
     out,
+    num_rows,
     convolved_stride,
     strengths_stride,
     steps_stride,
@@ -146,59 +149,59 @@ def _run_heads(
     PDL: tl.constexpr,
 ):
     await_grid(PDL)
-    entry = tl.program_id(0)
     head = tl.program_id(1)
-    start = tl.load(query_start + entry)
-    end = tl.load(query_start + entry + 1)
-    if end > start:
-        key_head = head % NUM_KEY_HEADS if TURNS else head // (NUM_HEADS // NUM_KEY_HEADS)
-        channel = tl.arange(0, PADDED_KEYS)
-        in_key = channel < KEY_DIM
-        column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-        in_value = column < VALUE_DIM
-        queries = convolved + key_head * KEY_DIM + channel
-        values = convolved + 2 * NUM_KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
-        of_row = tl.load(rows + entry).to(tl.int64) * NUM_HEADS + head
-        place = states + (of_row * KEY_DIM + channel[:, None]) * VALUE_DIM + column[None, :]
-        in_state = in_key[:, None] & in_value[None, :]
-        # A row that begins has no state yet.
-        known = tl.where(tl.load(first_position + entry) > 0, channel, KEY_DIM) < KEY_DIM
-        state = tl.load(place, mask=known[:, None] & in_value[None, :], other=0.0)
-        of_head = tl.load(decay + head)
-        skipped = tl.load(skip + head)
-        if BY_CHANNEL:
-            own_steps = steps + head * KEY_DIM + channel
-            bias = tl.load(step_bias + head * KEY_DIM + channel, mask=in_key, other=0.0)
-        else:
-            own_steps = steps + head
-            bias = tl.load(step_bias + head)
-        at = start.to(tl.int64)
-        # Each turn loads what the next one needs: else the chain of turns would wait for memory.
-        query, key, value, step, strength = _load_token(
-            queries, values, own_steps, strengths + head, at, convolved_stride, steps_stride, strengths_stride,
-            in_key, in_value, KEYS=NUM_KEY_HEADS * KEY_DIM, DELTA=DELTA, STEPS=STEPS, BY_CHANNEL=BY_CHANNEL,
-        )  # fmt: skip
-        for _ in range(start, end):
-            next_query, next_key, next_value, next_step, next_strength = _load_token(
-                queries, values, own_steps, strengths + head, tl.minimum(at + 1, end - 1), convolved_stride, steps_stride,
-                strengths_stride, in_key, in_value, KEYS=NUM_KEY_HEADS * KEY_DIM, DELTA=DELTA, STEPS=STEPS,
-                BY_CHANNEL=BY_CHANNEL,
+    key_head = head % NUM_KEY_HEADS if TURNS else head // (NUM_HEADS // NUM_KEY_HEADS)
+    channel = tl.arange(0, PADDED_KEYS)
+    in_key = channel < KEY_DIM
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    in_value = column < VALUE_DIM
+    in_state = in_key[:, None] & in_value[None, :]
+    queries = convolved + key_head * KEY_DIM + channel
+    values = convolved + 2 * NUM_KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
+    of_head = tl.load(decay + head)
+    skipped = tl.load(skip + head)
+    if BY_CHANNEL:
+        own_steps = steps + head * KEY_DIM + channel
+        bias = tl.load(step_bias + head * KEY_DIM + channel, mask=in_key, other=0.0)
+    else:
+        own_steps = steps + head
+        bias = tl.load(step_bias + head)
+    for entry in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        start = tl.load(query_start + entry)
+        end = tl.load(query_start + entry + 1)
+        if end > start:
+            of_row = tl.load(rows + entry).to(tl.int64) * NUM_HEADS + head
+            place = states + (of_row * KEY_DIM + channel[:, None]) * VALUE_DIM + column[None, :]
+            # A row that begins has no state yet.
+            known = tl.where(tl.load(first_position + entry) > 0, channel, KEY_DIM) < KEY_DIM
+            state = tl.load(place, mask=known[:, None] & in_value[None, :], other=0.0)
+            at = start.to(tl.int64)
+            # Each turn loads what the next one needs: else the chain of turns would wait for memory.
+            query, key, value, step, strength = _load_token(
+                queries, values, own_steps, strengths + head, at, convolved_stride, steps_stride, strengths_stride,
+                in_key, in_value, KEYS=NUM_KEY_HEADS * KEY_DIM, DELTA=DELTA, STEPS=STEPS, BY_CHANNEL=BY_CHANNEL,
             )  # fmt: skip
-            if DELTA:
-                key *= tl.math.rsqrt(tl.sum(key * key, 0) + _KEY_EPS)
-                query *= tl.math.rsqrt(tl.sum(query * query, 0) + _KEY_EPS) * query_factor
-            logarithm, step = _decay_of(step, bias, of_head, decay_bound, STEPS=STEPS, BOUNDED=BOUNDED)
-            state *= tl.exp(logarithm)[:, None] if BY_CHANNEL else tl.exp(logarithm)
-            written = _written(state, key, value, step, strength, DELTA=DELTA, DOUBLES=DOUBLES)
-            state += key[:, None] * written[None, :]
-            result = tl.sum(query[:, None] * state, 0)
-            if SKIPS:
-                result += value * skipped
-            target = out + at * out_stride + head * VALUE_DIM + column
-            tl.store(target, result.to(out.dtype.element_ty), mask=in_value)
-            query, key, value, step, strength = next_query, next_key, next_value, next_step, next_strength
-            at += 1
-        tl.store(place, state, mask=in_state)
+            for _ in range(start, end):
+                next_query, next_key, next_value, next_step, next_strength = _load_token(
+                    queries, values, own_steps, strengths + head, tl.minimum(at + 1, end - 1), convolved_stride,
+                    steps_stride, strengths_stride, in_key, in_value, KEYS=NUM_KEY_HEADS * KEY_DIM, DELTA=DELTA,
+                    STEPS=STEPS, BY_CHANNEL=BY_CHANNEL,
+                )  # fmt: skip
+                if DELTA:
+                    key *= tl.math.rsqrt(tl.sum(key * key, 0) + _KEY_EPS)
+                    query *= tl.math.rsqrt(tl.sum(query * query, 0) + _KEY_EPS) * query_factor
+                logarithm, step = _decay_of(step, bias, of_head, decay_bound, STEPS=STEPS, BOUNDED=BOUNDED)
+                state *= tl.exp(logarithm)[:, None] if BY_CHANNEL else tl.exp(logarithm)
+                written = _written(state, key, value, step, strength, DELTA=DELTA, DOUBLES=DOUBLES)
+                state += key[:, None] * written[None, :]
+                result = tl.sum(query[:, None] * state, 0)
+                if SKIPS:
+                    result += value * skipped
+                target = out + at * out_stride + head * VALUE_DIM + column
+                tl.store(target, result.to(out.dtype.element_ty), mask=in_value)
+                query, key, value, step, strength = next_query, next_key, next_value, next_step, next_strength
+                at += 1
+            tl.store(place, state, mask=in_state)
 
 
 @triton.jit
