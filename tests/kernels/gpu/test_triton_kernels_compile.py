@@ -26,6 +26,7 @@ KNOWN_LOCAL = {
         "multiply_pairs gpt-oss fp32 DENSE group=None gathers=False": 8,
         "add_layer_norm fp32 4096 bias=False": 8,
         "chunk 64 *fp32 for 10.x": 16,
+        "chunk 64 *fp16 for 9.x, alibi": 800,
         "decode 512 *fp32 for 10.x": 72,
     },
 }
