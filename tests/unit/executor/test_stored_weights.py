@@ -65,7 +65,7 @@ _MIXTURES = {
     },
 }
 
-_STATES = {
+WITH_STATES = {
     "falcon-h1": {
         "architectures": ["FalconH1ForCausalLM"],
         "mamba_d_ssm": 64,
@@ -168,7 +168,7 @@ def test_weights_may_have_several_forms_or_none(tmp_path, kind):
     + [(sizes, kind) for sizes in ({}, _MIXTURES["qwen3-moe"]) for kind in MIXED_KINDS]
     + [(_STACKED, "mxfp4")]
     + [(_MIXTURES[sizes], kind) for sizes in ("mixtral", "a shared expert", "narrow values") for kind in _OF_MIXTURES]
-    + [(sizes, kind) for sizes in _STATES.values() for kind in _OF_MIXTURES],
+    + [(sizes, kind) for sizes in WITH_STATES.values() for kind in _OF_MIXTURES],
 )
 def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, sizes, kind):
     reference = written(tmp_path / "model", kind, **sizes)

@@ -35,6 +35,7 @@ from lora_files import write_adapter
 from model_core import ModelCore
 from quantised_checkpoints import KINDS, change_config, quantise
 from unit.executor.test_adapters import FUSED, adapters_of
+from unit.executor.test_stored_weights import WITH_STATES
 from wholes import make_whole
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
@@ -259,6 +260,9 @@ QUANTISED_SIZES = {
         pytest.param("experts", "gptq-own-orders", marks=pytest.mark.deep),
         pytest.param("latent", "fp8-blocks", marks=pytest.mark.deep),
         pytest.param("uneven", "fp8-blocks", marks=pytest.mark.deep),
+        pytest.param("falcon-h1", "w4a16-zeros", marks=pytest.mark.deep),
+        pytest.param("mamba", "w8a8", marks=pytest.mark.deep),
+        pytest.param("nemotron-h", "gptq-act-order", marks=pytest.mark.deep),
         ("stacked", "mxfp4"),
         ("dense", "gptq-rules"),
         ("experts", "compressed-formats"),
@@ -271,7 +275,7 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
         intermediate_size=96,
         head_dim=16,
         vocab_size=VOCAB_SIZE,
-        **QUANTISED_SIZES[sizes],
+        **(QUANTISED_SIZES | WITH_STATES)[sizes],
     )
     reference = quantise(tmp_path / "model", kind)
 
@@ -291,7 +295,7 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
         )
     has_numbers = kind in ("nf4", "nf4-nested")
     assert sum("widened to float32" in line for line in said) == has_numbers
-    if sizes not in ("latent", "stacked") and kind != "gptq-own-orders" and not has_numbers:
+    if sizes not in ("latent", "stacked", *WITH_STATES) and kind != "gptq-own-orders" and not has_numbers:
         qkv = backend._model.parts.target.decoder._weights.layers[0].mixing.qkv
         assert isinstance(
             getattr(qkv, "_product", qkv), CodedLinear
