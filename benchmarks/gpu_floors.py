@@ -2,11 +2,12 @@
 
 Owns: counting, the line of a table. Must not know: how a step is run, or how the limits are measured.
 
-A floor is the sum over a step's phases: products of the layers, experts, attention, head. Each layer's phase needs what
+A floor is the sum over a step's phases: products of the layers, experts, states, attention, head. Each layer's phase needs what
 the one before it gives, so they cannot share the device. A phase takes at least the larger of its bytes over the
 bandwidth and its operations over the rate of large products. Weights and each row's keys and values are read once, of
 experts as many as tokens reach that choose at random; operations are two per weight and token, and four per head
-component and visible position. With fp8 weights, products of many tokens are counted at the rate of 8-bit floats.
+component and visible position. The state of a row is read and written once, with seven operations per number and token (the
+delta rule's: it shrinks, answers a key, takes up a value, answers a query). With fp8 weights, products of many tokens are counted at the rate of 8-bit floats.
 """
 
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from headway_kernels.gpu.tunings import MOST_FEW_TOKENS
 
 BYTES_OF_CODES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
 """Of a weight; codes of 4 bits have a scale for 32."""
+_OPERATIONS_OF_STATES = 7
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,9 @@ class Floors:
         self._num_in_layers = sum(sizes.values()) - num_embeddings * self._num_head - self._num_in_experts
         routings = [layer.feed_forward.experts.routing for layer in config.layers if layer.feed_forward.experts]
         self._chosen = routings[0].num_chosen / routings[0].num_experts if routings else 1.0
+        layers = range(config.num_layers)
+        self._num_attending = sum(layer.attends for layer in config.layers)
+        self._state_numbers = sum(of.state_numbers for of in config.recurrences(layers))
         self._rounds_inputs = quantization == "fp8"
         self._bytes_of_weight = BYTES_OF_CODES.get(quantization, self._element)
 
@@ -108,7 +113,7 @@ class Floors:
     def phases(self, contexts: list[int], chunk: int = 0) -> list[Phase]:
         """Return those of a step of decodes after ``contexts`` positions each, and one chunk of a new prompt."""
         num_rows, num_tokens = len(contexts) + bool(chunk), len(contexts) + chunk
-        per_pair = 4 * self._config.num_heads * self._config.head_dim * self._config.num_layers
+        per_pair = 4 * self._config.num_heads * self._config.head_dim * self._num_attending
         reached = self._num_in_experts * (1 - (1 - self._chosen) ** num_tokens)
         multiplied = self._num_in_experts * self._chosen
         is_float8 = self._rounds_inputs and num_tokens > MOST_FEW_TOKENS
@@ -116,6 +121,11 @@ class Floors:
         phases = [
             self._product("products", self._num_in_layers, self._num_in_layers * num_tokens, is_float8=is_float8),
             self._product("experts", reached, multiplied * num_tokens, is_float8=is_float8_of_experts),
+            Phase(
+                "states",
+                2 * torch.float32.itemsize * self._state_numbers * num_rows,
+                _OPERATIONS_OF_STATES * self._state_numbers * num_tokens,
+            ),
             Phase(
                 "attention",
                 self.kv_bytes_per_token * (sum(contexts) + num_tokens),

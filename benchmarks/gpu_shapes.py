@@ -103,7 +103,41 @@ TINY_MIXTURE = replace(
         "sliding_window": None,
     },
 )
-SHAPES = {"llama3-8b": LLAMA3_8B, "qwen3-30b-a3b": QWEN3_30B, "tiny": TINY, "tiny-mixture": TINY_MIXTURE}
+QWEN3_5_9B = replace(
+    LLAMA3_8B,
+    config={
+        **LLAMA3_8B.config,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "intermediate_size": 12288,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "vocab_size": 248320,
+    },
+)
+TINY_STATES = replace(
+    TINY,
+    config={
+        **TINY.config,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+)
+SHAPES = {
+    "llama3-8b": LLAMA3_8B,
+    "qwen3-30b-a3b": QWEN3_30B,
+    "qwen3.5-9b": QWEN3_5_9B,
+    "tiny": TINY,
+    "tiny-mixture": TINY_MIXTURE,
+    "tiny-states": TINY_STATES,
+}
 
 
 def config_of(shape: Shape) -> ModelConfig:

@@ -64,7 +64,7 @@ def _speeds() -> list[Task]:
 def _checks() -> list[Task]:
     return [
         _conformance("conformance float32", 120, 480, "--dtype", "float32"),
-        _pytest("truth", ("tests/unit/executor/test_triton_backend.py", "-k", "greedy_tokens"), 90, 300, _COMPARED),
+        _pytest("truth", ("tests/unit/executor/test_triton_backend.py", "-k", "greedy_tokens"), 150, 480, _COMPARED),
         *[_sanitized("memcheck", scenario) for scenario in _SANITIZED],
         _sanitized("racecheck", "parameters_mixed_in_a_batch"),
     ]
@@ -84,6 +84,7 @@ def _other_speeds() -> list[Task]:
         _steps(
             "steps experts fp8", 250, 450, "--sections", "prefill", "--shape", "qwen3-30b-a3b", "--quantization", "fp8"
         ),
+        _steps("steps states", 200, 400, "--sections", "decode,prefill", "--shape", "qwen3.5-9b"),
         _stack("peer", 300, 540),
     ]
 

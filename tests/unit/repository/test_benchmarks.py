@@ -498,14 +498,14 @@ def test_slo_on_cpu(tmp_path):
 
 @pytest.mark.deep
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; `make gpu-check` runs it on a device")
-@pytest.mark.parametrize("shape", ["tiny", "tiny-mixture"])
+@pytest.mark.parametrize("shape", ["tiny", "tiny-mixture", "tiny-states"])
 def test_gpu_steps_without_a_gpu(tmp_path, shape):
     steps = tmp_path / "steps.json"
     sections = ("--sections", "decode,mixed,adapters,attention")
     run("gpu_steps.py", "--shape", shape, "--device", "cpu", *sections, "--json", str(steps), cwd=tmp_path)
     record = json.loads(steps.read_text())
     assert record.keys() >= PROVENANCE
-    adapted = ["decode"] * 2 if shape == "tiny" else []  # Of experts, they have no floor.
+    adapted = [] if shape == "tiny-mixture" else ["decode"] * 2  # Of experts, they have no floor.
     kinds = ["attention", "attention", "decode", "decode", "mixed", *adapted]
     assert [line["name"].split(",")[0] for line in record["lines"]] == kinds
     assert record["failures"] == []

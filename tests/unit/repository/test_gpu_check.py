@@ -300,6 +300,11 @@ def test_a_floor_is_that_of_each_phase():
     assert line.share == pytest.approx(line.floor_ms / 10)
     mixture = gpu_floors.Floors(config_of(SHAPES["tiny-mixture"]), torch.float32, "none", "auto", limits)
     assert [phase.name for phase in mixture.phases([32])] == ["products", "experts", "attention", "head"]
+    hybrid = gpu_floors.Floors(config_of(SHAPES["qwen3.5-9b"]), torch.bfloat16, "none", "auto", limits)
+    of_hybrid = {phase.name: phase for phase in hybrid.phases([1024] * 3)}
+    numbers = 24 * (32 * 128 * 128 + 8192 * 3)
+    assert (of_hybrid["states"].num_bytes, of_hybrid["states"].operations) == (3 * 8 * numbers, 3 * 7 * numbers)
+    assert of_hybrid["attention"].num_bytes == 8 * (2 * 4 * 256 * 2) * 3 * 1025
 
 
 @needs_no_device
