@@ -73,6 +73,14 @@ PRECISIONS: Mapping[str, tuple[Contender, ...]] = {
 }
 
 
+def _has_avx2_alone() -> bool:
+    """There OpenVINO has no attention over keys and values in bfloat16."""
+    flags = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), ""
+    ).split()
+    return "avx2" in flags and "avx512f" not in flags
+
+
 def rival_of(precision: str, name: str) -> str:
     """The Headway that a contender is compared with; itself, if it is the first."""
     contenders = PRECISIONS[precision]
@@ -100,9 +108,10 @@ class Installed:
         return {engine: flag for engine, (given, flag) in flags.items() if not given}
 
     def taking_part(self, precision: str) -> list[Contender]:
-        """Return the contenders of a precision whose engines were given."""
-        absent = self.left_out()
-        return [one for one in PRECISIONS[precision] if one.engine not in absent]
+        """Return the contenders of a precision whose engines were given, and run it on this processor."""
+        absent, refused = self.left_out(), ("openvino", "bf16") if _has_avx2_alone() else None
+        contenders = [one for one in PRECISIONS[precision] if one.engine not in absent]
+        return [one for one in contenders if (one.engine, one.detail) != refused]
 
     def driver(self, one: Contender, model: Path) -> tuple[list[str], dict[str, str]]:
         """Return the command of an engine's driver, and its environment."""
