@@ -160,10 +160,22 @@ def activated(gate, up, dtype: tl.constexpr, GATE: tl.constexpr):
         up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT) + 1.0
         swished = gate * sigmoid(gate * _SLOPE)
     elif GATE == _GELU_TANH:
-        swished = (gate * sigmoid(gate * (gate * gate * _OF_CUBE + 1.0) * _OF_GELU)).to(dtype).to(tl.float32)
+        swished = gelu_tanh(gate).to(dtype).to(tl.float32)
     else:
-        swished = (gate * sigmoid(gate)).to(dtype).to(tl.float32)
+        swished = silu(gate).to(dtype).to(tl.float32)
     return swished * up
+
+
+@triton.jit
+def silu(values):
+    """In float32, as the others here."""
+    return values * sigmoid(values)
+
+
+@triton.jit
+def gelu_tanh(values):
+    """GELU with a tanh in place of the error function."""
+    return values * sigmoid(values * (values * values * _OF_CUBE + 1.0) * _OF_GELU)
 
 
 @triton.jit

@@ -5,6 +5,8 @@ Owns: these columns together. Must not know: who has them.
 
 from typing import NamedTuple
 
+import triton
+import triton.language as tl
 from torch import Tensor
 
 
@@ -21,6 +23,15 @@ class RowBounds(NamedTuple):
 
 _PROGRAMS = 4096
 """Of one warp, of a launch: more than run at once anywhere."""
+
+
+@triton.jit
+def known_numbers(position, number, SIZE: tl.constexpr):
+    """Which of ``SIZE`` numbers of a state a row has when it comes to a position: none at 0, where it begins.
+
+    Triton's interpreter cannot broadcast what comparing a scalar gives.
+    """
+    return tl.where(position > 0, number, SIZE) < SIZE
 
 
 def programs_along(num_rows: int, programs_of_row: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway_kernels.gpu.activation import sigmoid
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
-from headway_kernels.gpu.recurrence.bounds import RowBounds, programs_along
+from headway_kernels.gpu.recurrence.bounds import RowBounds, known_numbers, programs_along
 from headway_kernels.gpu.recurrence.gates import GateKind, activated_gate
 from headway_kernels.gpu.recurrence.heads import softplus
 from headway_kernels.states import HeadNumbers
@@ -164,8 +164,7 @@ def _scan_channels(
         end = tl.load(query_start + entry + 1)
         if end > start:
             place = states + tl.load(rows + entry).to(tl.int64) * (KEY_DIM * CHANNELS) + of_channels
-            # A row that begins has no state yet.
-            known = tl.where(tl.load(first_position + entry) > 0, number, KEY_DIM) < KEY_DIM
+            known = known_numbers(tl.load(first_position + entry), number, KEY_DIM)
             state = tl.load(place, mask=known[:, None] & within[None, :], other=0.0)
             decays = tl.load(decay + of_channels, mask=in_state, other=0.0)
             bias = tl.load(step_bias + channel, mask=within, other=0.0)
@@ -221,7 +220,7 @@ def _scan_unit(
         if end > start:
             place = states + tl.load(rows + entry).to(tl.int64) * CHANNELS + channel
             position = tl.load(first_position + entry)
-            known = tl.where(position > 0, channel, CHANNELS) < CHANNELS
+            known = known_numbers(position, channel, CHANNELS)
             state = tl.load(place, mask=known, other=0.0)
             decays = tl.load(decay + channel, mask=within, other=0.0)
             taken_bias = tl.load(block_bias + channel, mask=within, other=0.0)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway_kernels.gpu.activation import sigmoid
+from headway_kernels.gpu.activation import silu
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
 from headway_kernels.gpu.recurrence.bounds import RowBounds, programs_along
 from headway_kernels.states import Convolution
@@ -114,7 +114,7 @@ def _convolve(
                         values = tl.where(is_past[:, None], before, values)
                     total += values * tl.load(taps + tap * CHANNELS + channel, mask=within, other=0.0)[None, :]
                 if SILU:
-                    total *= sigmoid(total)
+                    total = silu(total)
                 written = (token < end)[:, None] & within[None, :]
                 if GATED:
                     gates = inputs + token.to(tl.int64)[:, None] * inputs_stride + 2 * CHANNELS + channel[None, :]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway_kernels.gpu.activation import sigmoid
+from headway_kernels.gpu.activation import gelu_tanh, sigmoid, silu
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
 from headway_kernels.gpu.norm import warps_for
 
@@ -23,6 +23,10 @@ class GateKind(IntEnum):
     SILU = 0
     SIGMOID = 1
     GELU_TANH = 2
+
+
+_SILU = tl.constexpr(int(GateKind.SILU))
+_SIGMOID = tl.constexpr(int(GateKind.SIGMOID))
 
 
 def gate_results(
@@ -106,11 +110,11 @@ def _gate_results(
 
 @triton.jit
 def activated_gate(gate, KIND: tl.constexpr):
-    """A ``GateKind`` of gates, in float32. The last is ``0.5 x (1 + tanh(z)) = x sigmoid(2 z)``."""
-    if KIND == 0:
-        activated = gate * sigmoid(gate)
-    elif KIND == 1:
+    """A ``GateKind`` of gates, in float32."""
+    if KIND == _SILU:
+        activated = silu(gate)
+    elif KIND == _SIGMOID:
         activated = sigmoid(gate)
     else:
-        activated = gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        activated = gelu_tanh(gate)
     return activated

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway_kernels.gpu.activation import sigmoid
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
-from headway_kernels.gpu.recurrence.bounds import RowBounds, programs_along
+from headway_kernels.gpu.recurrence.bounds import RowBounds, known_numbers, programs_along
 from headway_kernels.states import HeadNumbers
 
 NUMBERS_PER_PROGRAM = 1024
@@ -26,7 +26,7 @@ _KEY_EPS = tl.constexpr(1e-6)
 
 
 class HeadShape(NamedTuple):
-    """Each of ``num_key_heads`` serves heads that follow each other, or with ``keys_take_turns`` every so manieth.
+    """Each of ``num_key_heads`` serves heads that follow each other; with ``keys_take_turns``, key heads serve one head each in turn.
 
     ``is_delta``: the delta rule; ``doubles_strengths``: it writes up to twice a value; ``decay_bound`` (below 0): no logarithm of a
     decay is beyond that; None: there is no bound.
@@ -172,8 +172,7 @@ def _run_heads(
         if end > start:
             of_row = tl.load(rows + entry).to(tl.int64) * NUM_HEADS + head
             place = states + (of_row * KEY_DIM + channel[:, None]) * VALUE_DIM + column[None, :]
-            # A row that begins has no state yet.
-            known = tl.where(tl.load(first_position + entry) > 0, channel, KEY_DIM) < KEY_DIM
+            known = known_numbers(tl.load(first_position + entry), channel, KEY_DIM)
             state = tl.load(place, mask=known[:, None] & in_value[None, :], other=0.0)
             at = start.to(tl.int64)
             # Each turn loads what the next one needs: else the chain of turns would wait for memory.
