@@ -141,37 +141,50 @@ class ExpertFeedForward:
 
     def __call__(self, inputs: Tensor, slots: Tensor, out: Tensor) -> None:
         """See ``DeviceFeedForward``."""
-        space, weights, num_tokens = self._space, self._weights, len(inputs)
-        scores, pairs = space.scores[:num_tokens], space.pairs.of(num_tokens)
-        num_pairs, norms = len(pairs.order), weights.norms
+        scores, pairs = self._space.scores[: len(inputs)], self._space.pairs.of(len(inputs))
+        weights, norms = self._weights, self._weights.norms
         weights.router(self._normed(inputs, norms and norms.router), scores)
         choose(scores, slots, weights.correction, pairs, self._routing, weights.factors)
         sort_pairs(pairs)
+        given = self._through_experts(self._normed(inputs, norms and norms.experts), pairs)
+        shared = self._through_shared(self._normed(inputs, norms and norms.shared), slots)
+        self._add(given, pairs, shared, scores[:, -1] if self._has_gate else None, out)
+
+    def _through_experts(self, inputs: Tensor, pairs: ExpertPairs) -> Tensor:
+        """What each pair of a token and an expert gives."""
+        space, weights, num_pairs = self._space, self._weights, len(pairs.order)
         gate_up, inner, given = space.gate_up[:num_pairs], space.inner[:num_pairs], space.given[:num_pairs]
-        latent = None if space.latent is None else space.latent[:num_tokens]
-        read = self._normed(inputs, norms and norms.experts)
-        if latent is not None and weights.compress is not None:
-            weights.compress(read, latent)
-            read = latent
-        weights.gate_up(read, gate_up, pairs, gathers=True)
-        weighs_inputs = self._routing.weighs_inputs
-        if weighs_inputs:
+        if weights.compress is not None and space.latent is not None:
+            compressed = space.latent[: len(inputs)]
+            weights.compress(inputs, compressed)
+            inputs = compressed
+        weights.gate_up(inputs, gate_up, pairs, gathers=True)
+        if self._routing.weighs_inputs:
             # The product of a weighed input is the weighed product: no such model has biases here.
             weigh_pairs(gate_up, pairs)
         self._activate(gate_up, inner)
         weights.down(inner, given, pairs, gathers=False)
-        shared = None
-        if weights.shared is not None:
-            assert space.shared is not None
-            shared = space.shared[:num_tokens]
-            weights.shared(self._normed(inputs, norms and norms.shared), slots, shared)
-        if norms is None and latent is None:
-            gates = scores[:, -1] if self._has_gate else None
-            add_pairs(given, pairs, out, shared=shared, gates=gates, weighs=not weighs_inputs)
+        return given
+
+    def _through_shared(self, inputs: Tensor, slots: Tensor) -> Tensor | None:
+        if self._weights.shared is None or self._space.shared is None:
+            return None
+        shared = self._space.shared[: len(inputs)]
+        self._weights.shared(inputs, slots, shared)
+        return shared
+
+    def _add(self, given: Tensor, pairs: ExpertPairs, shared: Tensor | None, gates: Tensor | None, out: Tensor) -> None:
+        """The sum of all that a token gets, to ``out``."""
+        norms, expand, latent = self._weights.norms, self._weights.expand, self._space.latent
+        weighs = not self._routing.weighs_inputs
+        if norms is None and expand is None:
+            add_pairs(given, pairs, out, shared=shared, gates=gates, weighs=weighs)
             return
-        add_pairs(given, pairs, out if latent is None else latent, shared=None, gates=None, weighs=not weighs_inputs)
-        if latent is not None and weights.expand is not None:
-            weights.expand(latent, out)
+        # What is shared is added behind norms, or an expansion.
+        sums = out if latent is None else latent[: len(out)]
+        add_pairs(given, pairs, sums, shared=None, gates=None, weighs=weighs)
+        if expand is not None:
+            expand(sums, out)
         if norms is not None and shared is not None:
             norms.experts_post(out, None, out)
             norms.shared_post(shared, None, shared)
