@@ -110,7 +110,9 @@ def attention_spaces(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Mapping[AttentionConfig, AttentionSpace]:
-    """Of a model's layers, by how they attend, for steps of so many tokens and rows."""
+    """Of a model's layers, by how they attend, for steps of so many tokens and rows; none of a model without attention."""
+    if not configs:
+        return {}
     memory = torch.empty(max_num_tokens, max(map(_num_made, configs)), dtype=dtype, device=device)
     most = (max(config.num_heads for config in configs), max(config.head_dim for config in configs))
     workspace = AttentionWorkspace.allocate(max_num_rows, *most, device)

@@ -143,8 +143,9 @@ class DeviceParts:
         def tuning_of(attention: AttentionConfig) -> AttentionTuning:
             return self._tunings.of_attention(attention.head_dim, dtype, is_coded=config.kv_cache_dtype == CODES)
 
+        attends = any(layer.attends for layer in model_config.layers)
         attention = attention_spaces(
-            model_config.attentions,
+            model_config.attentions if attends else (),
             tuning_of,
             block_size=config.block_size,
             max_num_tokens=config.max_num_batched_tokens,
