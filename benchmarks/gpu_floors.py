@@ -2,12 +2,13 @@
 
 Owns: counting, the line of a table. Must not know: how a step is run, or how the limits are measured.
 
-A floor is the sum over a step's phases: products of the layers, experts, states, attention, head. Each layer's phase needs what
-the one before it gives, so they cannot share the device. A phase takes at least the larger of its bytes over the
+A floor is the sum over a step's phases: products of the layers, experts, states, attention, head. Each layer's phase
+needs what the one before it gives, so they cannot share the device. A phase takes at least the larger of its bytes over the
 bandwidth and its operations over the rate of large products. Weights and each row's keys and values are read once, of
 experts as many as tokens reach that choose at random; operations are two per weight and token, and four per head
-component and visible position. The state of a row is read and written once, with seven operations per number and token (the
-delta rule's: it shrinks, answers a key, takes up a value, answers a query). With fp8 weights, products of many tokens are counted at the rate of 8-bit floats.
+component and visible position. The state of a row is read and written once, with seven operations per number and token:
+those of the delta rule, in which a state shrinks, answers a key, takes up a value and answers a query. With fp8 weights,
+products of many tokens are counted at the rate of 8-bit floats.
 """
 
 from dataclasses import dataclass, field
@@ -90,9 +91,8 @@ class Floors:
         self._num_in_layers = sum(sizes.values()) - num_embeddings * self._num_head - self._num_in_experts
         routings = [layer.feed_forward.experts.routing for layer in config.layers if layer.feed_forward.experts]
         self._chosen = routings[0].num_chosen / routings[0].num_experts if routings else 1.0
-        layers = range(config.num_layers)
         self._num_attending = sum(layer.attends for layer in config.layers)
-        self._state_numbers = sum(of.state_numbers for of in config.recurrences(layers))
+        self._state_numbers = sum(of.state_numbers for of in config.recurrences(range(config.num_layers)))
         self._rounds_inputs = quantization == "fp8"
         self._bytes_of_weight = BYTES_OF_CODES.get(quantization, self._element)
 

@@ -75,9 +75,7 @@ PRECISIONS: Mapping[str, tuple[Contender, ...]] = {
 
 def _has_avx2_alone() -> bool:
     """There OpenVINO has no attention over keys and values in bfloat16."""
-    flags = next(
-        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), ""
-    ).split()
+    flags = Path("/proc/cpuinfo").read_text().split()
     return "avx2" in flags and "avx512f" not in flags
 
 
@@ -109,9 +107,12 @@ class Installed:
 
     def taking_part(self, precision: str) -> list[Contender]:
         """Return the contenders of a precision whose engines were given, and run it on this processor."""
-        absent, refused = self.left_out(), ("openvino", "bf16") if _has_avx2_alone() else None
-        contenders = [one for one in PRECISIONS[precision] if one.engine not in absent]
-        return [one for one in contenders if (one.engine, one.detail) != refused]
+        absent, is_refused = self.left_out(), _has_avx2_alone()
+        return [
+            one
+            for one in PRECISIONS[precision]
+            if one.engine not in absent and not (is_refused and (one.engine, one.detail) == ("openvino", "bf16"))
+        ]
 
     def driver(self, one: Contender, model: Path) -> tuple[list[str], dict[str, str]]:
         """Return the command of an engine's driver, and its environment."""

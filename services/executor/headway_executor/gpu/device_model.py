@@ -23,7 +23,8 @@ ALIGNMENT = 16
 class DeviceModel:
     """Runs the step in the decoder's columns. ``draw`` launches the likeliest token of each row of logits.
 
-    ``adapters``: what the decoder's products ask, or None. ``layout``: of the pool, whose blocks have ``block_size`` positions. ``most_rows`` and ``most_tokens`` of a step are those for which the decoder has memory.
+    ``adapters``: what the decoder's products ask, or None. ``layout``: of the pool, whose blocks have ``block_size`` positions.
+    ``most_rows`` and ``most_tokens`` of a step are those for which the decoder has memory.
     """
 
     def __init__(

@@ -154,7 +154,7 @@ class DeviceParts:
             device=self.runtime.device,
         )
         weights = self._weights(files, adapters, attention, layout.places)
-        # Behind the weights, of what is free then.
+        # After the weights, of the memory that is free then.
         states = states_of(model_config, range(model_config.num_layers), config, self.runtime.device)
         decoder = Decoder(
             model_config,

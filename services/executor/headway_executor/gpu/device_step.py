@@ -24,9 +24,9 @@ class StepStates(NamedTuple):
 class DeviceStep:
     """Padded to the sizes of a launch. ``positions`` and ``slots`` are int32, ``[tokens]``; a slot of -1 is padding.
 
-    ``pool`` is ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, of codes one wider, or, if layers stand behind each
-    other in a block, ``[1, num_blocks, numbers]``. ``long_chunks`` attends
-    with the chunks that are for a library, if there are any. ``states``: in a model that has some.
+    ``pool`` is ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, of codes one wider, or, if layers stand behind
+    each other in a block, ``[1, num_blocks, numbers]``. ``long_chunks`` attends with the chunks that are for a library, if
+    there are any. ``states``: in a model that has some.
     """
 
     positions: Tensor
