@@ -24,7 +24,7 @@ from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.figures.fleet_view import FleetView
 from headway_scheduler.figures.serving_statistics import ServingStatistics
 from headway_scheduler.flight.recorder import NullRecorder
-from headway_scheduler.gateways.delivery import deliver, deliver_end, load_of, model_of
+from headway_scheduler.gateways.delivery import deliver, deliver_end, deliver_verdict, load_of, model_of
 from headway_scheduler.gateways.queue_pace import UNKNOWN_S, QueuePace
 from headway_scheduler.gateways.submissions import EarlySubmissions, Problem, new_request, problem_of
 from headway_scheduler.links.ingress_link import Announcement, GatewayGone, IngressEvent, IngressLinks
@@ -169,6 +169,8 @@ class SchedulerEngine:
         rejected = self._refusal(submit)
         if rejected is None and self.fleet.info is None:
             self.early.add(owner, submit)
+        elif rejected is None and (verdict := self.fleet.brake.submitted(name_of(submit), has_run=submit.has_run)):
+            deliver_verdict(self.gateways, owner, submit, verdict)
         elif rejected is None:
             rejected = self._accept(owner, submit, now)
         if rejected is not None:

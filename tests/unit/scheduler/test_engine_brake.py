@@ -70,6 +70,7 @@ class Bench:
         self.gateway = IngressLink(incarnation=7, now=self.now)
         self.num_executors = 0
         self.num_epochs = 0
+        self.gateway_is_cut_until = 0.0
         self.start_executor()
         self.sequences: list[LiveSequence] = []
 
@@ -107,13 +108,16 @@ class Bench:
             if peer == self.peer and self.cycle.device_lost is None:
                 self._to_engine(self.cycle.receive(frame, self.now))
         self.engine.fleet.links.outgoing.clear()
+        is_cut = self.now < self.gateway_is_cut_until
         for _, frame in self.engine.gateways.outgoing:
-            self.gateway.receive(frame, self.now)
+            if not is_cut:
+                self.gateway.receive(frame, self.now)
         self.engine.gateways.outgoing.clear()
         self.gateway.tick(self.now)
         self.gateway.take_news()
         for frame in self.gateway.take_frames():
-            self.engine.gateway_frame(b"gateway", frame, self.now)
+            if not is_cut:
+                self.engine.gateway_frame(b"gateway", frame, self.now)
         self.num_epochs += sum(notice.event == "epoch opened" for notice in self.engine.notices.take())
         if self.cycle.device_lost is not None:
             self.start_executor()
@@ -188,6 +192,39 @@ def test_a_device_lost_costs_four_executors_at_most() -> None:
         bench.check_complete(sequence)
     assert bench.num_executors == 1 + 4
     bench.check_nothing_left()
+
+
+@pytest.mark.parametrize("num_losses", [1, 2, 3])
+@pytest.mark.parametrize("is_noticed", [False, True], ids=["unnoticed", "noticed"])
+def test_a_gateway_that_loses_its_link_does_not_clear_a_suspect_of_guilt(num_losses: int, is_noticed: bool) -> None:
+    """It submits everything again: who was lost before is counted on, and who was found guilty meanwhile stays guilty."""
+    bench = Bench(lose_device)
+    innocent = [bench.submit([number, 1, 2, 3, 4]) for number in range(5)]
+    guilty = bench.submit([POISON])
+    while bench.num_executors < 1 + num_losses or not guilty.has_run:
+        bench.beat()
+    if is_noticed:
+        bench.engine.gateway_unreachable(b"gateway", bench.now)
+    bench.gateway_is_cut_until = bench.now + 1.5
+    bench.run()
+    assert isinstance(guilty.end, Finished)
+    assert guilty.end.reason == ingress.FINISH_ERROR
+    assert "4 times in a row while it ran, 2 times with nothing beside it" in guilty.end.error
+    for sequence in innocent:
+        bench.check_complete(sequence)
+    assert bench.num_executors == 1 + 4
+    bench.check_nothing_left()
+
+
+def test_another_request_with_the_name_of_a_guilty_one_runs() -> None:
+    bench = Bench(lose_device)
+    guilty = bench.submit([POISON])
+    bench.run()
+    bench.sequences.clear()
+    namesake = bench.submit([1, 2, 3])
+    assert namesake.submission.request_id == guilty.submission.request_id
+    bench.run()
+    bench.check_complete(namesake)
 
 
 def test_two_guilty_requests_are_both_found() -> None:

@@ -48,7 +48,7 @@ class Blame:
             self._notices.add("acquitted", request_id=name.request_id, continuation=name.continuation)
         for name in self._brake.suspects:
             if self._live.named(name) is None:
-                self._brake.forget(name)
+                self._brake.set_aside(name)
         return Trial(None, 0)
 
     def judge(self, core: Scheduler, reason: str, step: int | None) -> Verdict | None:
@@ -68,10 +68,10 @@ class Blame:
             return Verdict(origins, None, "")
         name = live.name
         losses = self._brake.suspicion_of(name)
-        self._brake.forget(name)
         self._notices.add("guilty", request_id=name.request_id, continuation=name.continuation, reason=reason)
         error = (
             f"the executor was lost {losses.num_losses} times in a row while it ran, {losses.num_alone} times with nothing "
             f"beside it: {reason}"
         )
+        self._brake.convict(name, error)
         return Verdict(origins, live.origin, error)

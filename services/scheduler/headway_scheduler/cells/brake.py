@@ -8,6 +8,9 @@ acquit it. An executor may also be lost for another reason, while some suspect h
 until all other suspects have run, and is guilty if it is lost alone ``LOSSES_ALONE`` times. A bad request costs four
 executors, or ``LEAST_LOSSES`` if nothing ever ran beside it. A request that makes progress before each loss is never
 guilty.
+
+A gateway that loses its link submits all its requests again. So what is known of a request is kept by its name: a suspect
+waits *aside* until it comes back, and the guilty one is told its verdict again, which the lost link may have swallowed.
 """
 
 from typing import NamedTuple
@@ -18,6 +21,7 @@ LOSSES_BEFORE_TRIAL = 2
 LOSSES_ALONE = 2
 LEAST_LOSSES = 3
 MAX_SUSPICIONS = 1 << 16
+MAX_VERDICTS = 1 << 10
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 _MAX_DOUBLINGS = 16
@@ -41,6 +45,7 @@ class Brake:
         self._num_trial_tokens = num_trial_tokens
         self._suspicions: dict[Name, Suspicion] = {}
         self._suspects: dict[Name, None] = {}
+        self._verdicts: dict[Name, str] = {}
 
     @property
     def suspects(self) -> list[Name]:
@@ -92,8 +97,27 @@ class Brake:
         self.forget(name)
         return True
 
+    def set_aside(self, name: Name) -> None:
+        """A suspect is not here: others need not wait for its trial."""
+        self._suspects.pop(name, None)
+
+    def submitted(self, name: Name, *, has_run: bool) -> str | None:
+        """A sequence comes. ``has_run``: again, from an earlier link. Return the verdict on it, if there is one."""
+        if not has_run:
+            self._verdicts.pop(name, None)  # another request of this name
+        elif self.suspicion_of(name).num_losses >= LOSSES_BEFORE_TRIAL:
+            self._suspects[name] = None
+        return self._verdicts.get(name)
+
+    def convict(self, name: Name, verdict: str) -> None:
+        """Remove a guilty sequence, and keep the verdict."""
+        self.forget(name)
+        self._verdicts[name] = verdict
+        while len(self._verdicts) > MAX_VERDICTS:
+            del self._verdicts[next(iter(self._verdicts))]
+
     def forget(self, name: Name) -> None:
-        """Remove a sequence."""
+        """Remove a sequence that is acquitted, or has ended."""
         self._suspicions.pop(name, None)
         self._suspects.pop(name, None)
 

@@ -7,17 +7,19 @@ from collections.abc import Iterable
 
 from headway_proto import ingress
 from headway_proto.adapters import LoadedAdapter
+from headway_proto.columns import INT32
 from headway_proto.ingress import (
     Admitted,
     Finished,
     ModelInfo,
     PromptLogprobs,
     SchedulerLoad,
+    Submit,
     TokenLogprobs,
     Vector,
 )
 from headway_proto.step import BackendInfo
-from headway_scheduler.core.state.events import FinishedEvent, LogprobsEvent, StepEvents
+from headway_scheduler.core.state.events import FinishedEvent, FinishReason, LogprobsEvent, StepEvents
 from headway_scheduler.figures.fleet_view import FleetView
 from headway_scheduler.links.ingress_link import GatewayLink, IngressLinks
 
@@ -49,6 +51,17 @@ def deliver_end(links: IngressLinks, end: FinishedEvent, now: float) -> None:
     link = links.get(end.origin.owner)
     if link is not None:
         link.hold(finished=(_finished(end, now),))
+
+
+def deliver_verdict(links: IngressLinks, owner: int, submit: Submit, error: str) -> None:
+    """Hold the end of a sequence that was found guilty on an earlier link of its gateway."""
+    link = links.get(owner)
+    if link is not None:
+        num_output_tokens = len(submit.token_ids) // INT32.itemsize - submit.num_prompt_tokens
+        end = Finished(
+            handle=submit.handle, reason=FinishReason.ERROR.value, num_output_tokens=num_output_tokens, error=error
+        )
+        link.hold(finished=(end,))
 
 
 def _deliver_tokens(links: list[GatewayLink], events: StepEvents) -> None:
