@@ -71,10 +71,11 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         hub.asked.append((self.command, path, self.headers.get("Range", "")))
         api, files = f"/api/models/{hub.repository}", f"/{hub.repository}/resolve/"
-        if path.startswith(f"{api}/revision/"):
-            if path.removeprefix(f"{api}/revision/") not in hub.revisions:
+        if path == api or path.startswith(f"{api}/revision/"):
+            if path != api and path.removeprefix(f"{api}/revision/") not in hub.revisions:
                 return self._refuse("RevisionNotFound")
-            return self._json({"id": hub.repository, "sha": COMMIT, "siblings": []})
+            files_of_it = [{"rfilename": name} for name in sorted(hub.files)]
+            return self._json({"id": hub.repository, "sha": COMMIT, "siblings": files_of_it})
         if path.startswith(f"{api}/tree/"):
             return self._json([_entry(hub, name) for name in sorted(hub.files)])
         if path.startswith(files):

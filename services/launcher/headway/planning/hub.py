@@ -148,7 +148,9 @@ def _listed(name: HubName) -> list[str] | None:
 
     with _in_one_line(name, is_offline=False):
         try:
-            return HfApi().list_repo_files(name.repository, revision=name.revision)
+            # The call that lists a tree asks for half a minute where no hub answers.
+            found = HfApi().model_info(name.repository, revision=name.revision).siblings or ()
+            return [file.rfilename for file in found]
         except (RepositoryNotFoundError, RevisionNotFoundError):
             raise
         except Exception:  # noqa: BLE001  # The library raises what its transport raises.
