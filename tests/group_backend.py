@@ -6,30 +6,42 @@ Ranks share nothing but what they share as processes: memory that they find by i
 once, where a process first imports torch. Real processes are in tests/e2e and tests/chaos.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
 
+from backend_driver import BackendDriver, Request
 from e2e.running_server import free_port
-from headway_executor.backend import BackendConfig, ReadAdapter, StepBatch, StepResult
+from headway_executor.backend import BackendConfig, ExecutorBackend, ReadAdapter, StepBatch, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.link_keys import LinkKeys
 from headway_executor.rank_place import RankPlace
 from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_proto.adapters import LoadedAdapter
+from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo
 
 _ANSWER_SECONDS = 60.0
+NUM_OUTPUT = 8
 
 
 class GroupBackend:
     """All ranks of one executor, as one ``ExecutorBackend``: several steps may be in flight."""
 
-    def __init__(self, *, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        kind: Callable[[], ExecutorBackend] = TorchBackend,
+    ) -> None:
         self._degrees = (tensor_parallel, pipeline_parallel)
+        self._kind = kind
         self._ranks: list[ThreadedBackend] = []
         self._followed: list[tuple[int, Future[StepResult]]] = []
         """What the other ranks answer, and how many tokens are right."""
@@ -38,7 +50,7 @@ class GroupBackend:
         """See ``ExecutorBackend.open``; all ranks must announce the same."""
         tensor_parallel, pipeline_parallel = self._degrees
         size, rendezvous = tensor_parallel * pipeline_parallel, f"127.0.0.1:{free_port()}"
-        ranks = [ThreadedBackend(TorchBackend()) for _ in range(size)]
+        ranks = [ThreadedBackend(self._kind()) for _ in range(size)]
         places = [
             RankPlace(
                 rank=rank, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, rendezvous=rendezvous
@@ -118,6 +130,35 @@ class InlineGroup(GroupBackend):
     def execute(self, batch: StepBatch) -> StepResult:
         """See ``ExecutorBackend.execute``."""
         return super().execute(batch).result(_ANSWER_SECONDS)
+
+
+def told(backend: ExecutorBackend, directory: Path, **settings: Any) -> list[Any]:
+    """Tokens and log probabilities of requests that share a prefix, in chunks, one swapped out and in again."""
+    defaults = {"block_size": 8, "num_kv_blocks": 64, "swap_space_mib": 4, "max_num_seqs": 6, "num_threads": 1}
+    info = backend.open(BackendConfig(model=str(directory), **defaults | settings))
+    driver = BackendDriver(backend, info)
+    rng = np.random.default_rng(1)
+    samplings = [SamplingParams(temperature=t, seed=s, logprobs=2) for t, s in ((0.0, 0), (0.9, 5), (0.0, 0), (1.2, 7))]
+    first, *others = [
+        Request(rng.integers(1, 90, size=size).tolist(), NUM_OUTPUT, sampling)
+        for size, sampling in zip((40, 3, 19, 26), samplings, strict=True)
+    ]
+    driver.run([first], budget=16)
+    shared = Request([*first.prompt[:32], 7, 8], NUM_OUTPUT, samplings[1], shared_blocks=first.blocks[:4])
+    arrivals = [driver._admit(request) for request in (*others, shared)]
+    running = driver.step(arrivals, arrivals, budget=24)
+    running = driver.step(running, [], budget=24)
+    leaving = others[1]
+    driver.swap_out(leaving)
+    running = driver.step([request for request in running if request is not leaving], [], budget=24)
+    back = driver.swap_in(leaving)
+    running = driver.step([*running, back], [back], budget=24)
+    while running:
+        running = driver.step(running, [], budget=24)
+    backend.close()
+    requests = (first, *others, shared)
+    assert all(len(request.output) == NUM_OUTPUT for request in requests)
+    return [(request.output, [(line.logprob, line.top_logprobs) for line in request.logprobs]) for request in requests]
 
 
 def _without_callables(config: BackendConfig) -> BackendConfig:

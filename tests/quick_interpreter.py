@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -30,6 +31,7 @@ def quick_interpreter() -> Iterator[None]:
         patch.setattr(interpreter, "_get_np_dtype", numpy_type_of)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
         patch.setattr(interpreter.InterpretedFunction, "__call__", call_function)
+        patch.setattr(interpreter.GridExecutor, "__call__", _one_at_a_time(interpreter.GridExecutor.__call__))
         patch.setattr(tl.core.tensor, "__init__", begin_tensor)
         patch.setattr(tl.core.block_type, "with_element_ty", with_element_type)
         patch.setattr(interpreter.InterpreterBuilder, "get_block_ty", known_block_type)
@@ -37,6 +39,18 @@ def quick_interpreter() -> Iterator[None]:
         patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         assert not builder.options.debug
         yield
+
+
+def _one_at_a_time(launch):
+    """Triton's own changes its modules while it interprets a kernel, so that threads would disturb each other."""
+    is_interpreting = threading.Lock()
+
+    @functools.wraps(launch)
+    def waited(*arguments, **named):
+        with is_interpreting:
+            return launch(*arguments, **named)
+
+    return waited
 
 
 def convert_float(values, source, target, rounding_mode):

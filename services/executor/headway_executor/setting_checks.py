@@ -15,18 +15,26 @@ SPECULATIONS = ("off", "ngram", "draft")
 MOST_SPECULATIVE_TOKENS = 64
 
 
+class OfGroups(NamedTuple):
+    """What several ranks may have. ``tensor_parallel``: whether they can compute a layer together. ``devices``: their kinds."""
+
+    tensor_parallel: bool
+    devices: tuple[str, ...]
+    speculations: tuple[str, ...]
+
+
 class Takes(NamedTuple):
-    """``options``: names and values, the default first; an empty tuple allows any text. ``groups``: several ranks.
-    ``most_rows``: of ``max_num_seqs``.
-    """
+    """``options``: names and values, the default first; an empty tuple allows any text. ``most_rows``: of ``max_num_seqs``."""
 
     packages: tuple[str, ...]
     quantizations: tuple[str, ...]
     options: Mapping[str, tuple[str, ...]]
-    groups: bool
+    groups: OfGroups
     most_rows: int = 1 << 16
 
 
+RANK_TRANSPORT = "rank_transport"
+_RANK_TRANSPORTS = ("auto", "shared", "gloo", "zmq")
 TORCH = Takes(
     packages=("torch", "safetensors"),
     quantizations=("none", "int8", "int4"),
@@ -34,11 +42,11 @@ TORCH = Takes(
         {
             "kernels": ("auto", "compiled", "eager"),
             "tensor_parallel_form": ("exact", "fast"),
-            "rank_transport": ("auto", "shared", "gloo", "zmq"),
+            RANK_TRANSPORT: _RANK_TRANSPORTS,
             "activations": ("auto", "exact", "int8"),
         }
     ),
-    groups=True,
+    groups=OfGroups(tensor_parallel=True, devices=("cpu",), speculations=("off", "ngram")),
 )
 TRITON = Takes(
     packages=("torch", "safetensors", "triton", "cupy"),
@@ -48,12 +56,13 @@ TRITON = Takes(
             "activations": ("auto", "exact", "fp8"),
             "chunk_attention": ("triton", "flash", "flashinfer", "auto"),
             "graphs": ("auto", "off"),
+            RANK_TRANSPORT: _RANK_TRANSPORTS,
             "step_log": (),
             "tuning": (),
             "weights": ("checkpoint", "random"),
         }
     ),
-    groups=False,
+    groups=OfGroups(tensor_parallel=False, devices=("cpu", "cuda"), speculations=("off",)),
     # Some kernels take a row each along a grid's second dimension, which has no more places (CUDA C++ Programming Guide,
     # table of technical specifications).
     most_rows=65_535,
@@ -125,20 +134,27 @@ def _check_options(options: Mapping[str, str], allowed: Mapping[str, Collection[
 
 
 def _check_group(config: BackendConfig, takes: Takes) -> None:
-    num_ranks = config.place.size
+    num_ranks, groups = config.place.size, takes.groups
     if num_ranks == 1:
         return
-    if not takes.groups:
-        raise BackendConfigError(f"{num_ranks} ranks are not allowed with this backend; allowed: 1 (or backend torch)")
-    if not config.device.startswith("cpu"):
-        raise BackendConfigError(f"device {shown(config.device)} is not allowed with {num_ranks} ranks; allowed: cpu")
+    if config.place.tensor_parallel > 1 and not groups.tensor_parallel:
+        raise BackendConfigError(
+            f"tensor_parallel {config.place.tensor_parallel} is not allowed with this backend; allowed: 1 (or backend torch)"
+        )
+    if config.device.partition(":")[0] not in groups.devices:
+        raise BackendConfigError(
+            f"device {shown(config.device)} is not allowed with {num_ranks} ranks; allowed: {', '.join(groups.devices)}"
+        )
     if config.adapters and config.place.pipeline_parallel > 1:
         raise BackendConfigError(
             f"adapter {shown(min(config.adapters))} is not allowed with pipeline_parallel {config.place.pipeline_parallel}; "
             "allowed: pipeline_parallel 1"
         )
-    if config.speculation == "draft":
-        raise BackendConfigError(f"speculation 'draft' is not allowed with {num_ranks} ranks; allowed: off, ngram")
+    if config.speculation not in groups.speculations:
+        raise BackendConfigError(
+            f"speculation {shown(config.speculation)} is not allowed with {num_ranks} ranks; allowed: "
+            f"{', '.join(groups.speculations)}"
+        )
 
 
 def _check_speculation(config: BackendConfig) -> None:

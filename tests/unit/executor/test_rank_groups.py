@@ -11,11 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from backend_driver import BackendDriver, Request
 from checkpoints import make_checkpoint
 from decoder_driver import write_checkpoint
 from e2e.running_server import free_port
-from group_backend import GroupBackend, InlineGroup
+from group_backend import GroupBackend, InlineGroup, told
 from headway_conformance import SCENARIOS, SMALL, check, scenario_named
 from headway_conformance import checkpoints as conformance_checkpoints
 from headway_executor.backend import BackendConfig, BackendConfigError, NewRow, StepBatch
@@ -36,7 +35,6 @@ from headway_proto.pooling import POOL_LAST, POOL_MEAN
 from headway_proto.sampling import SamplingParams
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-NUM_OUTPUT = 8
 BIASES = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": True,
@@ -71,33 +69,9 @@ def place_of(rank=0, tensor_parallel=1, pipeline_parallel=1, rendezvous=""):
 
 
 def story(backend, directory, **settings):
-    """Tokens and log probabilities of requests that share a prefix, in chunks, one swapped out and in again."""
+    """On the CPU kernels, unless the settings say otherwise."""
     options = {"kernels": "compiled"} | settings.pop("options", {})
-    defaults = {"block_size": 8, "num_kv_blocks": 64, "swap_space_mib": 4, "max_num_seqs": 6, "num_threads": 1}
-    info = backend.open(BackendConfig(model=str(directory), options=options, **defaults | settings))
-    driver = BackendDriver(backend, info)
-    rng = np.random.default_rng(1)
-    samplings = [SamplingParams(temperature=t, seed=s, logprobs=2) for t, s in ((0.0, 0), (0.9, 5), (0.0, 0), (1.2, 7))]
-    first, *others = [
-        Request(rng.integers(1, 90, size=size).tolist(), NUM_OUTPUT, sampling)
-        for size, sampling in zip((40, 3, 19, 26), samplings, strict=True)
-    ]
-    driver.run([first], budget=16)
-    shared = Request([*first.prompt[:32], 7, 8], NUM_OUTPUT, samplings[1], shared_blocks=first.blocks[:4])
-    arrivals = [driver._admit(request) for request in (*others, shared)]
-    running = driver.step(arrivals, arrivals, budget=24)
-    running = driver.step(running, [], budget=24)
-    leaving = others[1]
-    driver.swap_out(leaving)
-    running = driver.step([request for request in running if request is not leaving], [], budget=24)
-    back = driver.swap_in(leaving)
-    running = driver.step([*running, back], [back], budget=24)
-    while running:
-        running = driver.step(running, [], budget=24)
-    backend.close()
-    requests = (first, *others, shared)
-    assert all(len(request.output) == NUM_OUTPUT for request in requests)
-    return [(request.output, [(line.logprob, line.top_logprobs) for line in request.logprobs]) for request in requests]
+    return told(backend, directory, options=options, **settings)
 
 
 @needs_kernels

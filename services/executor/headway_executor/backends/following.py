@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from headway_executor.backend import BackendConfig, StepBatch, StepResult
-from headway_executor.backends.drawn_tokens import DrawnTokensIn
 from headway_executor.models.forward import ForwardPass, StepRows, step_rows
 from headway_executor.ranks.channel import Channel
+from headway_executor.sampling.drawn_tokens import DrawnTokensIn
 from headway_executor.sampling.pooling import PooledPart, PooledRows, whole_result, without
 from headway_executor.sampling.prompt_logprobs import PromptReports, run_ahead_unreported
 from headway_executor.sampling.refusals import Refusals
@@ -37,7 +37,7 @@ class FollowingModel:
     ) -> None:
         self.forward = forward
         self._token_ids = torch.zeros((config.max_num_seqs, max_model_len + 1), dtype=torch.int32)
-        self._drawn = DrawnTokensIn(channel, self._token_ids, config.place)
+        self._drawn = DrawnTokensIn(channel, self._write, config.place)
         self._refusals = Refusals(vocab_size)
         self._prompts = PromptReports()
         self._pooled = PooledRows()
@@ -73,6 +73,9 @@ class FollowingModel:
         result = self._run(batch) if part is None else self._pool(batch, part)
         elapsed_us = (time.perf_counter_ns() - started) // 1000
         return msgspec.structs.replace(result, device_time_us=elapsed_us)
+
+    def _write(self, rows: Int32Array, positions: Int32Array, drawn: Int32Array) -> None:
+        self._token_ids[rows, positions] = torch.from_numpy(drawn)
 
     def _pool(self, batch: StepBatch, part: PooledPart) -> StepResult:
         """A step with pooled rows: first the others, as on rank 0."""

@@ -24,10 +24,10 @@ from headway_executor.backend import (
     StepBatch,
     StepResult,
 )
-from headway_executor.backends.drawn_tokens import DrawnTokensOut, drawn_channel
 from headway_executor.backends.following import FollowingModel
+from headway_executor.backends.joining import joined, parting_on_error, slowest
 from headway_executor.backends.torch_encoder import OpenEncoder, open_encoder
-from headway_executor.backends.torch_loading import checked, draft_proposer, joined, load, parting_on_error
+from headway_executor.backends.torch_loading import checked, draft_proposer, load
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.host.device_errors import translating
 from headway_executor.models.adapters import ModelAdapters
@@ -44,6 +44,7 @@ from headway_executor.models.model_settings import (
 from headway_executor.models.sentence_pooling import default_pooling
 from headway_executor.ranks.group import RankGroup
 from headway_executor.sampling.constraints.rows import ConstrainedRows, compiler_for
+from headway_executor.sampling.drawn_tokens import DrawnTokensOut, drawn_channel
 from headway_executor.sampling.pooling import PooledPart, PooledRows, whole_result, without
 from headway_executor.sampling.prompt_logprobs import PromptReports, run_ahead
 from headway_executor.sampling.refusals import Refusals, with_refusals
@@ -90,7 +91,7 @@ class TorchBackend:
             block_bytes_beside = block_bytes_of(
                 draft.model_config, config.block_size, settings.dtype, config.kv_cache_dtype
             )
-        self._group = joined(config)
+        self._group = joined(config, TORCH)
         with (
             parting_on_error(self._group),
             torch.inference_mode(),
@@ -105,7 +106,7 @@ class TorchBackend:
                 forward.adapters.load(forward.adapters.read(name, adapter))
             if forward.has_slow_start:
                 _warm_up(forward, max_model_len)
-            swap_us_per_block = _slowest(forward.pool.measure_swap_us(), self._group)
+            swap_us_per_block = slowest(forward.pool.measure_swap_us(), self._group)
             supports_constraints = False
             if config.place.rank == 0:
                 opened = _drawing(config, settings, forward, device, self._group, draft)
@@ -391,10 +392,6 @@ def _following(
 
 def _lookup(config: BackendConfig) -> Proposer | None:
     return PromptLookup() if config.speculation == "ngram" else None
-
-
-def _slowest(microseconds: float, group: RankGroup | None) -> float:
-    return microseconds if group is None else group.most([round(1e3 * microseconds)])[0] / 1e3
 
 
 def _warm_up(forward: ForwardPass, max_model_len: int) -> None:

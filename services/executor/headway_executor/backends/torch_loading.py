@@ -3,8 +3,6 @@
 Owns: what "auto" and 0 mean here. Must not know: steps, sampling.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,7 @@ from headway_executor.memory.host_pool import num_host_blocks
 from headway_executor.memory.kv_pool import CODES, KvPool, num_pool_blocks
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters, on_device
-from headway_executor.models.compiled import CompiledModel, checked_library, kernels_lack, library_for, part_for
+from headway_executor.models.compiled import CompiledModel, kernels_lack, library_for, part_for
 from headway_executor.models.compiled_adapters import adapters_for
 from headway_executor.models.compiled_loading import compiled_layout, load_compiled
 from headway_executor.models.config import ModelConfig
@@ -39,42 +37,10 @@ from headway_executor.sampling.sampler import Sampler
 from headway_executor.sampling.speculation.draft_model import DraftForward, DraftModel
 from headway_executor.setting_checks import TORCH, option_of
 from headway_kernels.cpu.library import CpuLibrary
-from headway_process.addresses import is_loopback
 from headway_process.processors import num_usable_cores
 from headway_proto.wording import shown
 
 _PARAMETERS_PER_THREAD = 16_000_000
-
-
-def joined(config: BackendConfig) -> RankGroup | None:
-    """Meet the other ranks, if there are any.
-
-    Raises:
-        BackendConfigError: they did not come, or they share no memory and the settings ask for that.
-    """
-    if config.place.is_alone:
-        return None
-    asked = option_of(config, TORCH, "rank_transport")
-    is_on_host = is_loopback(config.place.rendezvous.rpartition(":")[0])
-    is_switched = asked == "zmq" or (asked == "auto" and not is_on_host)
-    library = None if is_switched or asked == "gloo" else checked_library()
-    group = RankGroup(config.place, library, is_switched=is_switched, keys=config.rank_keys)
-    if asked == "shared" and not group.is_shared:
-        raise BackendConfigError(
-            "backend_options rank_transport 'shared' needs Linux and the CPU kernels; allowed here: auto, gloo, zmq"
-        )
-    return group
-
-
-@contextlib.contextmanager
-def parting_on_error(group: RankGroup | None) -> Iterator[None]:
-    """Leave the other ranks if this one cannot open."""
-    try:
-        yield
-    except BaseException:
-        if group is not None:
-            group.close()
-        raise
 
 
 def checked(checkpoint: Checkpoint, settings: ModelSettings, config: BackendConfig) -> ModelSettings:
@@ -297,5 +263,5 @@ class _Places:
             device=self.device,
             num_host_blocks=num_beside,
             host_memory=config.host_memory,
-            part_of="" if place.is_alone else f" layers {self.part.layers} heads {self.part.kv_heads}",
+            part_of=self.part.in_words,
         )

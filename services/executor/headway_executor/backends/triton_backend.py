@@ -19,12 +19,16 @@ import torch
 from numpy.typing import NDArray
 
 from headway_executor.backend import BackendConfig, BackendConfigError, ReadAdapter, StepBatch, StepResult
+from headway_executor.backends.joining import joined, parting_on_error, slowest
 from headway_executor.checkpoint.random_weights import RandomCheckpoint
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.gpu.decoder import check_kernels_have
 from headway_executor.gpu.device_adapters import with_table
 from headway_executor.gpu.device_parts import DeviceParts, ModelFiles
-from headway_executor.gpu.open_model import OpenModel
+from headway_executor.gpu.device_stage import DeviceStage
+from headway_executor.gpu.drawing_steps import DrawingSteps
+from headway_executor.gpu.following_steps import FollowingSteps
+from headway_executor.gpu.open_model import OpenModel, StepLauncher
 from headway_executor.gpu.preparation import open_pools, record_graphs
 from headway_executor.gpu.runtime import runtime_for
 from headway_executor.host.device_errors import translating
@@ -39,12 +43,14 @@ from headway_executor.models.model_settings import (
     require_head_of_draft,
     settings_of,
 )
-from headway_executor.models.part import whole
+from headway_executor.models.part import part_of, whole
 from headway_executor.models.rope import halves
 from headway_executor.models.state_memory import check_draft, check_speculation
 from headway_executor.models.stored_names import as_stored
 from headway_executor.models.tensor_shapes import check_tensors, expected_tensors
+from headway_executor.ranks.group import RankGroup
 from headway_executor.sampling.constraints.rows import ConstrainedRows, compiler_for
+from headway_executor.sampling.drawn_tokens import DrawnTokensOut, drawn_channel
 from headway_executor.setting_checks import TRITON, check_settings, option_of
 from headway_kernels.gpu.linear.float8 import is_native
 from headway_proto.adapters import LoadedAdapter
@@ -55,9 +61,11 @@ from headway_proto.step import BackendInfo
 class TritonBackend:
     """The ``ExecutorBackend`` for Triton.
 
+    Of several ranks, each has a stage of the layers and a device; see ``gpu.device_stage``.
+
     Options: ``activations``: see ``gpu.device_weights``; ``chunk_attention``: see ``gpu.chunk_library``; ``graphs``, "auto" or
-    "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``, a file with a line per step;
-    ``tuning``: see ``gpu.tuning_file``.
+    "off"; ``rank_transport``: see ``backends.joining``; ``step_log``, a file with a line per step; ``tuning``: see ``gpu.tuning_file``;
+    ``weights``, "checkpoint" or "random" (needs only config.json).
     """
 
     reads_block_table = False
@@ -65,6 +73,7 @@ class TritonBackend:
 
     def __init__(self) -> None:
         self._model: OpenModel | None = None
+        self._group: RankGroup | None = None
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``."""
@@ -84,34 +93,34 @@ class TritonBackend:
         # Sums in bfloat16 would save little time and lose much precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         draft = _draft_settings(config, settings)
+        self._group = joined(config, TRITON)
         with (
+            parting_on_error(self._group),
             torch.inference_mode(),
             runtime.on_stream(),
             _open_weights(config, settings, device) as weights,
             _open_draft(config, draft) as draft_weights,
         ):
-            constraints = ConstrainedRows(
-                compiler_for(
-                    Path(config.model), vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids
-                )
-            )
             settings = settings._replace(model_config=as_stored(model_config, weights, config.warn))
             require_head(settings.model_config, "backend 'triton'", "backend torch")
             check_speculation(settings.model_config, config)
-            adapters = _adapters(config, settings.model_config, device)
+            part = part_of(settings.model_config, config.place)
+            adapters = _adapters(config, settings.model_config, device) if config.place.is_alone else None
             draft_files = None
             if draft is not None and draft_weights is not None:
                 found = as_stored(draft.model_config, draft_weights, config.warn)
                 require_head_of_draft(found, config.draft_model)
                 check_draft(found, config.draft_model)
-                draft_files = ModelFiles(draft._replace(model_config=found), draft_weights)
-            parts = DeviceParts(config, ModelFiles(settings, weights), runtime, adapters, draft_files)
+                draft_files = ModelFiles(draft._replace(model_config=found), draft_weights, whole(found))
+            files = ModelFiles(settings, weights, part)
+            parts = DeviceParts(config, files, runtime, self._group, adapters, draft_files)
             fingerprint = weights.fingerprint()
             mover = open_pools(parts)
-            self._model = OpenModel(parts, mover, constraints)
+            constraints = _constraints(config, model_config) if config.place.rank == 0 else None
+            self._model = OpenModel(parts, mover, _steps(config, parts, constraints))
             if graphs and runtime.is_cuda:
                 record_graphs(parts)
-            swap_us_per_block = mover.measure_swap_us()
+            swap_us_per_block = slowest(mover.measure_swap_us(), self._group)
         return BackendInfo(
             backend="triton",
             device=str(device),
@@ -128,10 +137,11 @@ class TritonBackend:
             swap_us_per_block=swap_us_per_block,
             max_num_batched_tokens=config.max_num_batched_tokens,
             supports_prompt_logprobs=True,
-            supports_constraints=constraints.is_supported,
+            supports_constraints=constraints is not None and constraints.is_supported,
             max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
-            supports_adapters=True,
-            adapters=adapters.loaded,
+            num_lanes=config.place.pipeline_parallel,
+            supports_adapters=adapters is not None,
+            adapters=() if adapters is None else adapters.loaded,
             keeps_states=parts.states is not None,
         )
 
@@ -172,6 +182,9 @@ class TritonBackend:
         if self._model is not None:
             self._model.close()
             self._model = None
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
     @property
     def _opened(self) -> OpenModel:
@@ -189,6 +202,22 @@ def _open_weights(
     checkpoint = Checkpoint(Path(config.model))
     check_tensors(model_config, checkpoint, config.quantization)
     return checkpoint
+
+
+def _constraints(config: BackendConfig, model_config: ModelConfig) -> ConstrainedRows:
+    ends = model_config.eos_token_ids
+    return ConstrainedRows(compiler_for(Path(config.model), vocab_size=model_config.vocab_size, eos_token_ids=ends))
+
+
+def _steps(config: BackendConfig, parts: DeviceParts, constraints: ConstrainedRows | None) -> StepLauncher:
+    """What this rank does in a step; ``constraints``: of the rank that draws tokens."""
+    group = parts.stage.group
+    drawn = None if group is None else drawn_channel(group, config)
+    stage = DeviceStage(parts.stage, parts.runtime, parts.target.decoder.hidden)
+    if constraints is not None:
+        return DrawingSteps(parts, stage, constraints, None if drawn is None else DrawnTokensOut(drawn))
+    assert drawn is not None
+    return FollowingSteps(parts, stage, drawn)
 
 
 def _draft_settings(config: BackendConfig, settings: ModelSettings) -> ModelSettings | None:

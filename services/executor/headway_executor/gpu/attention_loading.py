@@ -3,7 +3,7 @@
 Owns: which tensors attention is made of. Must not know: what else a layer has, how weights become codes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -24,13 +24,13 @@ from headway_kernels.gpu.attention.paged import Slopes
 
 
 class AttentionLoader:
-    """``spaces``: what layers share that attend alike; ``places``: see ``KvLayout``."""
+    """``spaces``: what layers share that attend alike; ``places``: of layers; see ``KvLayout``."""
 
     def __init__(
         self,
         parts: LoadedParts,
         spaces: Mapping[AttentionConfig, AttentionSpace],
-        places: Sequence[KvPlace | None],
+        places: Mapping[int, KvPlace | None],
         max_model_len: int,
     ) -> None:
         self._parts = parts

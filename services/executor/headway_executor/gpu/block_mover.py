@@ -12,7 +12,7 @@ from torch import Tensor
 from headway_executor.backend import HostMemorySource, StepBatch
 from headway_executor.gpu.runtime import CudaRuntime, Runtime
 from headway_executor.memory.device_moves import DeviceMoves, Mark
-from headway_executor.memory.host_pool import HostBytes, memory_for, num_host_blocks
+from headway_executor.memory.host_pool import HostBytes, memory_for
 from headway_executor.memory.kv_pool import KvPool, StoredBlock
 from headway_proto.columns import Int32Array
 
@@ -102,32 +102,28 @@ def open_pool(
     num_layers: int,
     block_size: int,
     num_blocks: int,
-    swap_space_mib: int,
+    num_host_blocks: int,
     host_memory: HostMemorySource,
+    part_of: str,
 ) -> tuple[Tensor, BlockMover]:
     """A pool of zeros, ``[num_layers, num_blocks, *block.shape]``, and its moves; a block has ``block_size`` positions.
+    ``part_of``: see ``KvPool``.
 
     Raises:
         BackendConfigError: no main memory for swapped-out blocks.
     """
     block_bytes = num_layers * block.num_bytes
-    num_beside = num_host_blocks(
-        swap_space_mib=swap_space_mib,
-        block_bytes=block_bytes,
-        num_device_blocks=num_blocks,
-        device=runtime.device,
-    )
     if isinstance(runtime, CudaRuntime):
         layers = torch.zeros((num_layers, num_blocks, *block.shape), dtype=block.dtype, device=runtime.device)
         memory = memory_for(
             host_memory,
-            num_blocks=num_beside,
+            num_blocks=num_host_blocks,
             block_bytes=block_bytes,
-            layout=f"triton {num_layers} {block.shape} {block.dtype}",
+            layout=f"triton {num_layers} {block.shape} {block.dtype}{part_of}",
             device=runtime.device,
         )
         return layers, DeviceMoves.of_pool(
-            layers, num_host_blocks=num_beside, compute_stream=runtime.stream, memory=memory
+            layers, num_host_blocks=num_host_blocks, compute_stream=runtime.stream, memory=memory
         )
     pool = KvPool(
         num_layers=num_layers,
@@ -135,7 +131,8 @@ def open_pool(
         block_size=block_size,
         block=block,
         device=runtime.device,
-        num_host_blocks=num_beside,
+        num_host_blocks=num_host_blocks,
         host_memory=host_memory,
+        part_of=part_of,
     )
     return pool.layers, _ImmediateMoves(pool)

@@ -89,21 +89,22 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """``embedding`` ``[vocab, hidden]``; ``positions`` ``[context, hidden]``, added to it, or None. ``table``, or None: see
-    ``layer_inputs``. ``final_norm`` None: there is none.
+    """``embedding`` ``[vocab, hidden]``, or None: the hidden states come from a stage before. ``positions``
+    ``[context, hidden]``, added to it, or None. ``table``, or None: see ``layer_inputs``. ``final_norm`` None: there is none.
+    ``head`` None: the hidden states go to a stage behind.
     """
 
-    embedding: Tensor
+    embedding: Tensor | None
     positions: Tensor | None
     table: Callable[[Tensor, Tensor], None] | None
     layers: tuple[LayerWeights, ...]
     final_norm: DeviceNorm | None
-    head: DeviceLinear
+    head: DeviceLinear | None
 
 
 class _Activations:
     def __init__(
-        self, config: ModelConfig, num_tokens: int, num_rows: int, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, num_tokens: int, num_drawn: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         def space(*shape: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.empty(shape, dtype=kind, device=device)
@@ -118,8 +119,8 @@ class _Activations:
         self.hidden = padded(num_tokens, config.hidden_size)
         self.normed = space(num_tokens, config.hidden_size)
         self.delta = space(num_tokens, config.hidden_size)
-        self.last = padded(num_rows, config.hidden_size)
-        self.logits = space(num_rows, config.vocab_size)
+        self.last = padded(num_drawn, config.hidden_size)
+        self.logits = space(num_drawn, config.vocab_size)
 
 
 class Decoder:
@@ -145,10 +146,16 @@ class Decoder:
         self._weights = weights
         self._rows = rows
         self._columns = columns
-        self._space = _Activations(config, max_num_tokens, max_num_rows, dtype, rows.token_store.device)
+        num_drawn = 0 if weights.head is None else max_num_rows
+        self._space = _Activations(config, max_num_tokens, num_drawn, dtype, rows.token_store.device)
         self._attention = attention
         self.states = states
         self._long_attention = long_attention
+
+    @property
+    def hidden(self) -> Tensor:
+        """``[max_num_tokens, hidden]``: a step's hidden states, from the stage before it and for the stage behind it."""
+        return self._space.hidden
 
     @property
     def has_long_attention(self) -> bool:
@@ -191,7 +198,8 @@ class Decoder:
             long_chunks=long_chunks,
             states=self._step_states(num_rows),
         )
-        self._embed(hidden, normed)
+        if weights.embedding is not None:
+            self._embed(weights.embedding, hidden, normed)
         update: Tensor | None = None
         factor: Tensor | None = None
         for layer in weights.layers:
@@ -213,21 +221,18 @@ class Decoder:
             if layer.own_input is not None:
                 layer.own_input(_normed(hidden, update, None, normed), delta)
                 update = delta
-        if _normed(hidden, update, weights.final_norm, normed, factor) is hidden:
+        if _normed(hidden, update, weights.final_norm, normed, factor) is hidden and weights.head is not None:
             normed.copy_(hidden)
 
     def logits(self, num_sampled: int) -> Tensor:
         """Logits ``[num_sampled, vocab]``, in memory that the next call reuses."""
         last, logits = self._space.last[:num_sampled], self._space.logits[:num_sampled]
         gather_rows(self._space.normed, self._columns.sampled_token[:num_sampled], last)
-        self._weights.head(last, logits)
-        return self._scaled(logits)
+        return self._headed(last, logits)
 
     def logits_of(self, first: int, count: int) -> Tensor:
         """Logits of ``count`` tokens from ``first`` on, at most one per row."""
-        logits = self._space.logits[:count]
-        self._weights.head(self._space.normed[first : first + count], logits)
-        return self._scaled(logits)
+        return self._headed(self._space.normed[first : first + count], self._space.logits[:count])
 
     def _finished(self, hidden: Tensor, delta: Tensor, norm: DeviceNorm | None) -> Tensor | None:
         """What is to be added to the hidden state, of what a part of a layer has made; None: it has been."""
@@ -241,16 +246,18 @@ class Decoder:
             return None
         return delta
 
-    def _scaled(self, logits: Tensor) -> Tensor:
+    def _headed(self, states: Tensor, logits: Tensor) -> Tensor:
+        assert self._weights.head is not None
+        self._weights.head(states, logits)
         scalings = self._config.scalings
         if scalings.logits != 1:
             logits.mul_(scalings.logits)
         return logits if scalings.logits_softcap is None else capped_(logits, scalings.logits_softcap)
 
-    def _embed(self, hidden: Tensor, normed: Tensor) -> None:
+    def _embed(self, embedding: Tensor, hidden: Tensor, normed: Tensor) -> None:
         """Begin with what tokens are, and perhaps where; ``normed`` is overwritten."""
         space, weights, num_tokens = self._space, self._weights, len(hidden)
-        gather_rows(weights.embedding, space.token_ids[:num_tokens], hidden)
+        gather_rows(embedding, space.token_ids[:num_tokens], hidden)
         if weights.positions is not None:
             gather_rows(weights.positions, space.positions[:num_tokens], normed)
             hidden.add_(normed)

@@ -66,16 +66,19 @@ class DeviceModel:
         """Of a block in all layers."""
         return self._layout.block_bytes
 
-    def open_pool(self, num_blocks: int, *, swap_space_mib: int, host_memory: HostMemorySource) -> BlockMover:
-        """Take the memory of so many blocks; return their moves."""
+    def open_pool(
+        self, num_blocks: int, *, num_host_blocks: int, host_memory: HostMemorySource, part_of: str = ""
+    ) -> BlockMover:
+        """Take the memory of so many blocks, here and in main memory; return their moves. ``part_of``: see ``KvPool``."""
         self._pool, mover = open_pool(
             self._runtime,
             self._layout.block,
             num_layers=self._layout.num_layers,
             block_size=self._block_size,
             num_blocks=num_blocks,
-            swap_space_mib=swap_space_mib,
+            num_host_blocks=num_host_blocks,
             host_memory=host_memory,
+            part_of=part_of,
         )
         return mover
 

@@ -4,7 +4,7 @@ Owns: that these exist, in one memory, and the launch of one step. Must not know
 what is drawn, in which order the device's memory is given out.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +33,11 @@ from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.kv_layout import KvPlace, vectors_layout
 from headway_executor.models.model_settings import ModelSettings
-from headway_executor.models.part import whole
+from headway_executor.models.part import ModelPart
+from headway_executor.models.stage import stage_of
 from headway_executor.models.state_memory import states_of
 from headway_executor.models.stored_names import TensorSource
+from headway_executor.ranks.group import RankGroup
 from headway_executor.setting_checks import TRITON, option_of
 from headway_kernels.gpu.attention.tuning import AttentionTuning
 
@@ -44,26 +46,31 @@ _ACTIVATIONS: dict[str, Activations] = {"auto": "auto", "exact": "exact", "fp8":
 
 
 class ModelFiles(NamedTuple):
-    """A model to load: what is known of it, and its tensors, which are read at once."""
+    """A model to load: what is known of it, its tensors, which are read at once, and which part of it is wanted."""
 
     settings: ModelSettings
     weights: TensorSource
+    part: ModelPart
 
 
 class DeviceParts:
-    """``adapters`` None: the model takes none; ``draft`` None: no model proposes tokens. Pools come with ``open_pools``."""
+    """``group``: the other ranks of this executor, or None. ``adapters`` None: the model takes none; ``draft`` None: no model
+    proposes tokens. Pools come with ``open_pools``.
+    """
 
     def __init__(
         self,
         config: BackendConfig,
         files: ModelFiles,
         runtime: Runtime,
+        group: RankGroup | None,
         adapters: ModelAdapters | None,
         draft: ModelFiles | None,
     ) -> None:
-        model_config, _, max_model_len = files.settings
+        model_config, dtype, max_model_len = files.settings
         self.config = config
         self.runtime = runtime
+        self.stage = stage_of(files.part, group, dtype=dtype, most_tokens=config.max_num_batched_tokens)
         self.max_model_len = max_model_len
         self.model_config = model_config
         self.vocab_size = vocab_size = model_config.vocab_size
@@ -100,12 +107,17 @@ class DeviceParts:
         """The model, and the one that proposes tokens, if there is one."""
         return (self.target,) if self.draft is None else (self.target, self.draft)
 
-    def open_pools(self, num_blocks: int, *, swap_space_mib: int) -> BlockMover:
+    def open_pools(self, num_blocks: int, *, num_host_blocks: int) -> BlockMover:
         """Take the memory of so many blocks in each model; return the moves of the model's own."""
-        mover = self.target.open_pool(num_blocks, swap_space_mib=swap_space_mib, host_memory=self.config.host_memory)
+        mover = self.target.open_pool(
+            num_blocks,
+            num_host_blocks=num_host_blocks,
+            host_memory=self.config.host_memory,
+            part_of=self.stage.part.in_words,
+        )
         if self.draft is not None:
             # Its blocks are never moved: what it has lost it computes again.
-            self.draft.open_pool(num_blocks, swap_space_mib=0, host_memory=lambda *_: None)
+            self.draft.open_pool(num_blocks, num_host_blocks=0, host_memory=lambda *_: None)
         return mover
 
     def launch(self, batch: StepBatch, shape: StepShape, *, draws: bool = False) -> None:
@@ -137,15 +149,15 @@ class DeviceParts:
         self, files: ModelFiles, most_rows: int, adapters: DeviceAdapters | None, chunk_attention: str
     ) -> DeviceModel:
         """A model over these rows and columns."""
-        config, (model_config, dtype, _) = self.config, files.settings
-        layout = vectors_layout(model_config, whole(model_config), config.block_size, dtype, config.kv_cache_dtype)
+        config, (model_config, dtype, *_) = self.config, files.settings
+        layout = vectors_layout(model_config, files.part, config.block_size, dtype, config.kv_cache_dtype)
 
         def tuning_of(attention: AttentionConfig) -> AttentionTuning:
             return self._tunings.of_attention(attention.head_dim, dtype, is_coded=config.kv_cache_dtype == CODES)
 
-        attends = any(layer.attends for layer in model_config.layers)
+        attending = (index for index in files.part.layers if model_config.layers[index].attends)
         attention = attention_spaces(
-            model_config.attentions if attends else (),
+            tuple(dict.fromkeys(map(model_config.attention_of, attending))),
             tuning_of,
             block_size=config.block_size,
             max_num_tokens=config.max_num_batched_tokens,
@@ -153,9 +165,10 @@ class DeviceParts:
             dtype=dtype,
             device=self.runtime.device,
         )
-        weights = self._weights(files, adapters, attention, layout.places)
+        places = dict(zip(files.part.layers, layout.places, strict=True))
+        weights = self._weights(files, adapters, attention, places)
         # After the weights, of the memory that is free then.
-        states = states_of(model_config, range(model_config.num_layers), config, self.runtime.device)
+        states = states_of(model_config, files.part.layers, config, self.runtime.device, self.stage.group)
         decoder = Decoder(
             model_config,
             weights,
@@ -186,12 +199,13 @@ class DeviceParts:
         files: ModelFiles,
         adapters: DeviceAdapters | None,
         attention: Mapping[AttentionConfig, AttentionSpace],
-        places: Sequence[KvPlace | None],
+        places: Mapping[int, KvPlace | None],
     ) -> DecoderWeights:
         config, (model_config, dtype, max_model_len) = self.config, files.settings
         return load_decoder(
             model_config,
             files.weights,
+            files.part,
             max_model_len=max_model_len,
             dtype=dtype,
             tunings=self._tunings,

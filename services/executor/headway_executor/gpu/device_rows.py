@@ -12,7 +12,8 @@ from torch import Tensor
 
 from headway_executor.backend import NewRow
 from headway_executor.gpu.runtime import Runtime, UploadRing
-from headway_kernels.gpu.rows import apply_edits
+from headway_kernels.gpu.rows import apply_edits, store_sampled
+from headway_proto.columns import Int32Array
 
 _SLOT_SIZE = 1 << 16
 
@@ -57,6 +58,12 @@ class DeviceRows:
             token_starts=columns[4],
             tokens=columns[5],
         )
+
+    def write(self, rows: Int32Array, positions: Int32Array, tokens: Int32Array) -> None:
+        """Store tokens that were drawn elsewhere; all ``[n]``."""
+        columns = self._upload((tokens, rows, positions), 3 * len(tokens))
+        drawn, numbers, places = columns.view(3, len(tokens))
+        store_sampled(drawn, numbers, places, self.token_store)
 
     def _places(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
         if (rows[1:] > rows[:-1]).all():

@@ -3,7 +3,7 @@
 Owns: the order of a layer's parts, what is before and behind the layers. Must not know: launches, how weights become codes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
@@ -27,6 +27,7 @@ from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.config import FeedForwardConfig, ModelConfig
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.loading import ModelTensors, NormTensors
+from headway_executor.models.part import ModelPart
 from headway_executor.models.rope import halves
 from headway_executor.models.stored_names import TensorSource
 from headway_kernels.gpu.tunings import Tunings
@@ -35,6 +36,7 @@ from headway_kernels.gpu.tunings import Tunings
 def load_decoder(
     config: ModelConfig,
     checkpoint: TensorSource,
+    part: ModelPart,
     *,
     max_model_len: int,
     max_num_tokens: int,
@@ -44,14 +46,14 @@ def load_decoder(
     activations: Activations,
     adapters: DeviceAdapters | None,
     attention: Mapping[AttentionConfig, AttentionSpace],
-    places: Sequence[KvPlace | None],
+    places: Mapping[int, KvPlace | None],
     progress: Callable[[int, int], None],
     warn: Callable[[str], None],
 ) -> DecoderWeights:
     """Load to the device of ``tunings``, with memory for steps of ``max_num_tokens``; ``quantization`` spares embedding, head and routers.
 
     ``adapters`` are of the steps that will run; None: there can be none. ``attention``: what layers share that attend
-    alike; ``places``: see ``KvLayout``.
+    alike; ``places``: of the layers of ``part``; see ``KvLayout``.
     """
     device = tunings.device
     weights = DeviceWeights(
@@ -65,31 +67,34 @@ def load_decoder(
         warn,
     )
     parts = LoadedParts(config, weights, adapters, max_num_tokens, dtype, device)
-    loader = _Loader(parts, AttentionLoader(parts, attention, places, max_model_len))
-    embedding = weights.here(weights.tensors.embedding(dtype))
-    final_norm = weights.tensors.final_norm()
-    positions = weights.tensors.positions(max_model_len)
+    loader = _Loader(parts, part.layers, AttentionLoader(parts, attention, places, max_model_len))
+    is_first, is_last = part.place.is_first_stage, part.place.is_last_stage
+    embedding = None
+    if is_first or (is_last and config.shares_embedding):
+        embedding = weights.here(weights.tensors.embedding(dtype))
+    final_norm = weights.tensors.final_norm() if is_last else None
+    positions = weights.tensors.positions(max_model_len) if is_first else None
 
     def layer(index: int) -> LayerWeights:
-        progress(index, config.num_layers)
+        progress(index - part.layers.start, len(part.layers))
         return loader.layer(index)
 
     return DecoderWeights(
-        embedding=embedding,
+        embedding=embedding if is_first else None,
         positions=None if positions is None else weights.here(positions),
         table=loader.table(),
-        layers=tuple(layer(index) for index in range(config.num_layers)),
+        layers=tuple(layer(index) for index in part.layers),
         final_norm=None if final_norm is None else parts.norm(final_norm),
-        head=loader.head(embedding),
+        head=loader.head(embedding) if is_last else None,
     )
 
 
 class _Loader:
-    def __init__(self, parts: LoadedParts, attention: AttentionLoader) -> None:
+    def __init__(self, parts: LoadedParts, layers: range, attention: AttentionLoader) -> None:
         self._parts = parts
         self._attention = attention
         self._feed_forward = FeedForwardLoader(parts)
-        self._recurrence = RecurrenceLoader(parts)
+        self._recurrence = RecurrenceLoader(parts, layers.start)
         inputs, tokens = parts.config.layer_inputs, parts.max_num_tokens
         self._input_space = (
             None
@@ -151,9 +156,10 @@ class _Loader:
         recurrence = self._recurrence.load(index, layer.recurrence)
         return recurrence if attention is None else Beside(attention, recurrence, self._beside())
 
-    def head(self, embedding: Tensor) -> DeviceLinear:
+    def head(self, embedding: Tensor | None) -> DeviceLinear:
         """The product that gives the logits."""
         if self._parts.config.shares_embedding:
+            assert embedding is not None
             head = self._parts.weights.product(embedding, None, is_exact=True)
         else:
             head = self._parts.weights.linear(lambda read: (read.head(), read.head_bias()), is_exact=True)

@@ -15,6 +15,7 @@ from headway_executor.gpu.device_parts import DeviceParts
 from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.largest_step import any_row, largest_step
 from headway_executor.gpu.step_columns import StepShape, shape_of
+from headway_executor.memory.host_pool import num_host_blocks
 from headway_executor.memory.kv_pool import num_pool_blocks
 from headway_executor.models.state_memory import counting_blocks
 from headway_kernels.gpu.linear.skinny import MOST_TOKENS
@@ -26,7 +27,7 @@ _POOL_SHARE = 0.94
 def open_pools(parts: DeviceParts) -> BlockMover:
     """Give the pools the memory that the largest step leaves; return the moves of their blocks."""
     config = parts.config
-    parts.open_pools(1, swap_space_mib=0)
+    parts.open_pools(1, num_host_blocks=0)
     if parts.runtime.is_cuda:
         config.progress("trying the largest step", 0, 1)
         try_largest_step(parts)
@@ -39,8 +40,17 @@ def open_pools(parts: DeviceParts) -> BlockMover:
         bytes_beside=0 if parts.states is None else parts.states.num_bytes,
     )
     num_blocks = counting_blocks(parts.model_config, config, num_blocks, parts.max_model_len)
-    # Blocks outside would not suffice for what has states.
-    return parts.open_pools(num_blocks, swap_space_mib=config.swap_space_mib if parts.states is None else 0)
+    num_beside = num_host_blocks(
+        # Blocks outside would not suffice for what has states.
+        swap_space_mib=config.swap_space_mib if parts.states is None else 0,
+        block_bytes=parts.target.block_bytes,
+        num_device_blocks=num_blocks,
+        device=parts.runtime.device,
+        num_ranks=config.place.size,
+    )
+    if parts.stage.group is not None:
+        num_blocks, num_beside = parts.stage.group.least([num_blocks, num_beside])
+    return parts.open_pools(num_blocks, num_host_blocks=num_beside)
 
 
 def record_graphs(parts: DeviceParts) -> None:
@@ -66,8 +76,9 @@ def try_largest_step(parts: DeviceParts) -> None:
     if parts.adapters is not None:
         _try_adapters(parts)
     decoder = parts.target.decoder
-    parts.prompt_reader.try_largest(decoder, store, shape.num_tokens)
-    parts.sampler.try_largest(decoder.logits(shape.num_sampled), batch.rows, parts.upload.views, store)
+    if parts.stage.part.place.is_last_stage:
+        parts.prompt_reader.try_largest(decoder, store, shape.num_tokens)
+        parts.sampler.try_largest(decoder.logits(shape.num_sampled), batch.rows, parts.upload.views, store)
     parts.runtime.mark().wait()
 
 

@@ -15,10 +15,11 @@ from headway_kernels.states import Convolution
 
 
 class RecurrenceLoader:
-    """Layers that are alike share memory."""
+    """Layers that are alike share memory. ``first_layer``: of those whose states are here."""
 
-    def __init__(self, parts: LoadedParts) -> None:
+    def __init__(self, parts: LoadedParts, first_layer: int) -> None:
         self._parts = parts
+        self._first_layer = first_layer
         self._space = cache(lambda widths: RecurrenceSpace(widths, parts.max_num_tokens, parts.dtype, parts.device))
 
     def load(self, index: int, config: RecurrenceConfig) -> DeviceRecurrence:
@@ -52,6 +53,5 @@ class RecurrenceLoader:
                 if weight is not None
             },
         )
-        return DeviceRecurrence(
-            config, len(self._parts.config.recurrences(range(index))), weights, self._space(widths_of(config))
-        )
+        place = len(self._parts.config.recurrences(range(self._first_layer, index)))
+        return DeviceRecurrence(config, place, weights, self._space(widths_of(config)))

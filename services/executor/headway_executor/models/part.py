@@ -78,6 +78,11 @@ class ModelPart:
         return tuple(range(heads.start * head_dim, heads.stop * head_dim) for heads in by_rank)
 
     @property
+    def in_words(self) -> str:
+        """What tells its blocks from those of other parts; empty for the whole model."""
+        return "" if self.place.is_alone else f" layers {self.layers} heads {self.kv_heads}"
+
+    @property
     def is_whole_stage(self) -> bool:
         """Whether no other rank has a part of these layers."""
         return self.place.tensor_parallel == 1

@@ -19,7 +19,8 @@ from headway_proto.ingress import (
     Vector,
 )
 from headway_proto.step import BackendInfo
-from headway_scheduler.core.state.events import FinishedEvent, FinishReason, LogprobsEvent, StepEvents
+from headway_scheduler.core.state.events import FinishedEvent, LogprobsEvent, StepEvents
+from headway_scheduler.core.state.request import FinishReason
 from headway_scheduler.figures.fleet_view import FleetView
 from headway_scheduler.links.ingress_link import GatewayLink, IngressLinks
 

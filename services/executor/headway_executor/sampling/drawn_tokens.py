@@ -7,10 +7,10 @@ of one lane while a later stage draws the tokens of another.
 """
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headway_executor.backend import BackendConfig, StepBatch
 from headway_executor.models.forward import Int64Array
@@ -48,12 +48,14 @@ class DrawnTokensOut:
 
 
 class DrawnTokensIn:
-    """The side of another rank, which writes them to ``token_ids``, int32, ``[max rows, max length]``."""
+    """The side of another rank. ``write`` gets rows, positions and tokens, all int32, ``[n]``."""
 
-    def __init__(self, channel: Channel, token_ids: Tensor, place: RankPlace) -> None:
+    def __init__(
+        self, channel: Channel, write: Callable[[Int32Array, Int32Array, Int32Array], None], place: RankPlace
+    ) -> None:
         self._channel = channel
         self._most_unread = _most_unread(place)
-        self._token_ids = token_ids
+        self._write = write
         self._awaited: deque[tuple[set[int], int]] = deque()
 
     def expect(self, rows: Int32Array, num_draws: int) -> None:
@@ -77,4 +79,4 @@ class DrawnTokensIn:
         count, columns = int(message[0]), message[1:].numpy()
         numbers, positions, drawn = columns[: 3 * count].reshape(3, count)
         kept = np.isin(numbers, list(rows))
-        self._token_ids[numbers[kept], positions[kept]] = torch.from_numpy(drawn[kept])
+        self._write(numbers[kept], positions[kept], drawn[kept])

@@ -1,0 +1,61 @@
+"""The steps of a device whose stage draws no tokens: another rank does, and tells them.
+
+Owns: what such a rank knows of its rows. Must not know: sampling, constraints, how a kernel computes.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from headway_executor.backend import StepBatch, StepResult
+from headway_executor.gpu.device_parts import DeviceParts
+from headway_executor.gpu.device_stage import DeviceStage
+from headway_executor.gpu.open_model import nothing_drawn
+from headway_executor.gpu.step_columns import shape_of
+from headway_executor.ranks.channel import Channel
+from headway_executor.sampling.drawn_tokens import DrawnTokensIn
+from headway_executor.sampling.refusals import Refusals
+from headway_proto.columns import Int32Array
+
+
+class FollowingSteps:
+    """A ``StepLauncher``. Its answers have the right number of tokens, all 0. Tokens come by ``drawn``."""
+
+    def __init__(self, parts: DeviceParts, stage: DeviceStage, drawn: Channel) -> None:
+        self._parts = parts
+        self._stage = stage
+        self._drawn = DrawnTokensIn(drawn, parts.rows.write, parts.config.place)
+        self._refusals = Refusals(parts.vocab_size)
+
+    def run(self, batch: StepBatch) -> Callable[[], StepResult]:
+        """See ``StepLauncher``."""
+        self._refusals.forget(batch.finished_rows)
+        self._drawn.take_in(batch)
+        new_rows = tuple(
+            [
+                msgspec.structs.replace(new, token_ids=self._refusals.admit(new.row, new.token_ids))
+                for new in batch.new_rows
+            ]
+        )
+        self._parts.rows.apply(new_rows, batch.new_blocks)
+        if not len(batch.rows):
+            return nothing_drawn
+        shape = shape_of(batch)
+        self._stage.receive(shape.num_tokens)
+        self._parts.launch(batch, shape)
+        pass_on = self._stage.pass_on(shape.num_tokens)
+        if shape.num_sampled:
+            self._drawn.expect(batch.rows[batch.samples != 0], shape.num_sampled)
+
+        def build() -> StepResult:
+            pass_on()
+            return StepResult(sampled_token_ids=np.zeros(shape.num_sampled, dtype=np.int32))
+
+        return build
+
+    def forget_blocks(self, blocks: Int32Array) -> None:
+        """See ``StepLauncher``: it knows nothing of them."""
+
+    def close(self) -> None:
+        """See ``StepLauncher``: it has no threads."""
