@@ -156,6 +156,7 @@ class BackendDriver:
         request.num_computed = len(request.shared_blocks) * self._block_size
         request.blocks = list(request.shared_blocks)
         self._table[request.row, : len(request.blocks)] = request.blocks
+        self._held_blocks += [(request.row, block) for block in request.blocks]
         return request
 
     @staticmethod

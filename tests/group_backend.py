@@ -144,15 +144,17 @@ def told(backend: ExecutorBackend, directory: Path, **settings: Any) -> list[Any
         for size, sampling in zip((40, 3, 19, 26), samplings, strict=True)
     ]
     driver.run([first], budget=16)
-    shared = Request([*first.prompt[:32], 7, 8], NUM_OUTPUT, samplings[1], shared_blocks=first.blocks[:4])
+    prefix = () if info.keeps_states else first.blocks[:4]
+    shared = Request([*first.prompt[:32], 7, 8], NUM_OUTPUT, samplings[1], shared_blocks=prefix)
     arrivals = [driver._admit(request) for request in (*others, shared)]
     running = driver.step(arrivals, arrivals, budget=24)
     running = driver.step(running, [], budget=24)
     leaving = others[1]
-    driver.swap_out(leaving)
-    running = driver.step([request for request in running if request is not leaving], [], budget=24)
-    back = driver.swap_in(leaving)
-    running = driver.step([*running, back], [back], budget=24)
+    if info.num_host_blocks:
+        driver.swap_out(leaving)
+        running = driver.step([request for request in running if request is not leaving], [], budget=24)
+        back = driver.swap_in(leaving)
+        running = driver.step([*running, back], [back], budget=24)
     while running:
         running = driver.step(running, [], budget=24)
     backend.close()

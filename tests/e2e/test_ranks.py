@@ -49,9 +49,9 @@ def pools_of(server: Command) -> list[str]:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *flags: str, fails_steps: bool = False):
+def serving(directory: Path, *flags: str, fails_steps: bool = False, **environment: str):
     """A server of which nothing is left afterwards. With ``fails_steps``, a rank's loss is an error of a step elsewhere."""
-    with command("serve", *SUPERVISED, *flags, TMPDIR=str(directory)) as server:
+    with command("serve", *SUPERVISED, *flags, TMPDIR=str(directory), **environment) as server:
         yield server
         started = psutil.Process(server.process.pid).children(recursive=True)
         assert server.stop() == 0

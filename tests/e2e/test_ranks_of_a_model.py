@@ -87,6 +87,21 @@ async def test_greedy_tokens_are_those_of_transformers(
     assert sum(preemptions for _, preemptions in answers) > 0
 
 
+async def test_stages_of_the_triton_backend_draw_the_tokens_of_transformers_also_when_one_dies(tmp_path: Path) -> None:
+    """Interpreted: each stage would have a GPU."""
+    load = workload("llama3", True).first(4)
+    make_checkpoint(tmp_path / "model", "llama3")
+    triton = ("--backend", "triton", "--dtype", "float32", "--model", str(tmp_path / "model"))
+    with serving(tmp_path, *triton, *DEGREES["pipeline"], *SIZES, *SMALL_POOL, TRITON_INTERPRET="1") as server:
+        async with AsyncClient(await asyncio.to_thread(server.wait_for_ready, OPENING_S)) as client:
+            joined = num_joined(server)
+            answering = asyncio.gather(*(greedy(client, *request) for request in load.requests))
+            await asyncio.sleep(1.0)
+            ranks_of(server)[1].send_signal(signal.SIGKILL)
+            assert [tokens for tokens, _ in await answering] == list(load.tokens)
+            await eventually(lambda: num_joined(server) > joined, OPENING_S)
+
+
 async def of_adapters(client: AsyncClient, directory: Path) -> list[Any]:
     """Tokens, vectors and scores with an adapter from the start, with one that is loaded, and without any."""
     prompt = list(range(3, 40))

@@ -21,6 +21,7 @@ from headway_proto.wording import shown
 
 SCHEDULER_PUBLIC_KEY = "scheduler.key"
 EXECUTOR_SECRET_KEY = "executor.key_secret"  # noqa: S105 (a file's name)
+CUDA = "cuda"
 
 _MAX_NAME = 256
 _MAX_BLOCK_SIZE = 1024
@@ -194,8 +195,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_ranges(self)
         _check_adapters(self.adapter)
         _check_name(self.served_model_name)
-        if not _is_device(self.device):
-            raise _refusal("device", self.device, "cpu, cuda or cuda:N")
+        _check_device(self.device, self.tensor_parallel * self.pipeline_parallel)
         if self.ranks_address:
             check_link_address("ranks_address", self.ranks_address, has_keys=bool(self.curve_keys))
             if not self.ranks_address.startswith("tcp://"):
@@ -249,8 +249,15 @@ def _is_power_of_two(value: int) -> bool:
     return value >= 1 and value & (value - 1) == 0
 
 
+def _check_device(device: str, num_ranks: int) -> None:
+    if not _is_device(device):
+        raise _refusal("device", device, "cpu, cuda or cuda:N")
+    if device.startswith(f"{CUDA}:") and num_ranks > 1:
+        raise _refusal("device", device, "cpu or cuda; of several ranks, each takes the device of its number")
+
+
 def _is_device(device: str) -> bool:
     kind, separator, index = device.partition(":")
     if not separator:
-        return kind in {"cpu", "cuda"}
-    return kind == "cuda" and index.isascii() and index.isdigit()
+        return kind in {"cpu", CUDA}
+    return kind == CUDA and index.isascii() and index.isdigit()

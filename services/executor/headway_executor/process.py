@@ -38,7 +38,7 @@ from headway_executor.rank_processes.agreed_store import AgreedStore
 from headway_executor.rank_processes.follower import Follower
 from headway_executor.rank_processes.leading_link import LeadingLink
 from headway_executor.rank_processes.refusal import RankRefusedError, exit_code_of
-from headway_executor.rank_processes.surroundings import Surroundings, surroundings_of, take_cores
+from headway_executor.rank_processes.surroundings import Surroundings, own_device, surroundings_of, take_cores
 from headway_executor.rank_processes.watched_backend import WatchedBackend
 from headway_executor.rank_processes.whole_group import Group
 from headway_executor.startup.opening import Opening
@@ -225,7 +225,8 @@ def _open_follower(config: ExecutorConfig, around: Surroundings, surface: _Surfa
 def _opening(
     config: ExecutorConfig, around: Surroundings, surface: _Surface, stack: ExitStack, companions: Companions
 ) -> Opening:
-    settings = msgspec.structs.replace(config, num_threads=take_cores(config, around))
+    num_threads, device = take_cores(config, around), own_device(config, around)
+    settings = msgspec.structs.replace(config, num_threads=num_threads, device=device)
     opening = Opening(settings, around.place, surface.number, surface.log, around.keys)
     stack.callback(opening.store.close)
 

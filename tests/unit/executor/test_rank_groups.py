@@ -29,7 +29,6 @@ from headway_executor.models.part import part_of, whole
 from headway_executor.rank_place import RankPlace
 from headway_executor.ranks import stage_mates
 from headway_executor.ranks.group import RankGroup
-from headway_executor.setting_checks import TRITON, check_settings
 from headway_kernels.cpu.library import load_library
 from headway_proto.pooling import POOL_LAST, POOL_MEAN
 from headway_proto.sampling import SamplingParams
@@ -414,11 +413,6 @@ def test_the_fast_form_is_not_for_the_kernels(tmp_path):
     ):
         story(InlineGroup(tensor_parallel=2), directory, **fast)
     assert story(InlineGroup(pipeline_parallel=2), directory, **fast) == story(TorchBackend(), directory)
-
-
-def test_the_triton_backend_refuses_a_group():
-    with pytest.raises(BackendConfigError, match=r"2 ranks are not allowed with this backend; allowed: 1"):
-        check_settings(BackendConfig(model="m", place=place_of(0, 2)), TRITON)
 
 
 def test_the_simulated_backend_takes_a_group():

@@ -7,7 +7,7 @@ import pytest
 
 from headway.commands.keys import make_keys
 from headway_executor.config import ExecutorConfig
-from headway_executor.rank_processes.surroundings import keys_of, surroundings_of, take_cores
+from headway_executor.rank_processes.surroundings import keys_of, own_device, surroundings_of, take_cores
 
 TWO = ExecutorConfig(backend="simulated", tensor_parallel=2)
 HERE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5000"}
@@ -88,3 +88,18 @@ def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch):
     assert take_cores(ExecutorConfig(tensor_parallel=2, num_threads=3), first) == 3
     assert take_cores(TWO, surroundings_of(TWO, HERE)) == 0, "one rank on each host"
     assert len(taken) == 2
+
+
+def test_each_rank_of_a_host_takes_the_device_of_its_number():
+    staged = ExecutorConfig(backend="triton", pipeline_parallel=2, device="cuda")
+    first = surroundings_of(staged, {})
+    second = surroundings_of(staged, HERE | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    elsewhere = surroundings_of(staged, HERE)
+    assert [own_device(staged, around) for around in (first, second, elsewhere)] == ["cuda:0", "cuda:1", "cuda:0"]
+    alone = ExecutorConfig(backend="triton", device="cuda")
+    assert own_device(alone, surroundings_of(alone, {})) == "cuda"
+    assert own_device(TWO, second) == "cpu"
+    with pytest.raises(
+        ValueError, match=r"device: 'cuda:1' is not allowed; allowed: cpu or cuda; of several ranks, each takes"
+    ):
+        ExecutorConfig(backend="triton", pipeline_parallel=2, device="cuda:1").validate()

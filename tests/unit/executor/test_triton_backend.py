@@ -31,6 +31,7 @@ from headway_executor.models.recurrence import state_bytes
 from headway_kernels.gpu.experts.grouped import multiply_pairs
 from headway_proto.sampling import Constraint, SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
+from kept_graphs import KeptGraphs
 from lora_files import write_adapter
 from model_core import ModelCore
 from quantised_checkpoints import KINDS, change_config, quantise
@@ -421,25 +422,6 @@ def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(
     assert len({str(tokens) for tokens in outputs[0]}) == 3
 
 
-class KeptGraphs:
-    """Stands for recorded steps: launches again what was recorded, and writes down which."""
-
-    def __init__(self):
-        self.recorded = {}
-        self.launched = []
-
-    def record(self, forward, sizes, progress):
-        for size in sizes:
-            forward(size)
-            self.recorded[size] = forward
-
-    def launch(self, size):
-        if size in self.recorded:
-            self.recorded[size](size)
-            self.launched.append(size)
-        return size in self.recorded
-
-
 def test_steps_with_adapters_are_recorded_when_the_first_one_comes_while_others_run(tmp_path):
     adapter = write_adapter(tmp_path / "adapter", make_checkpoint(tmp_path / "model", "llama3"), seed=1)
     outputs = []
@@ -566,7 +548,7 @@ def test_a_row_with_impossible_tokens_fails_alone(llama):
         ({"quantization": "int2"}, "quantization 'int2' is not allowed; allowed: none, int8, int4, fp8"),
         (
             {"options": {"graph": "off"}},
-            "backend_options 'graph' is not allowed; allowed: activations, chunk_attention, graphs, step_log",
+            "backend_options 'graph' is not allowed; allowed: activations, chunk_attention, graphs, rank_transport",
         ),
         ({"options": {"graphs": "on"}}, "backend_options graphs 'on' is not allowed; allowed: auto, off"),
         (

@@ -93,7 +93,7 @@ def test_proposals_from_the_text_change_no_bit(model, dtype):
     In float32 no token: there torch multiplies, and may round a row differently in a step of another size.
     """
     backend, looking = engine(model, "ngram", dtype=dtype)
-    proposer = backend._model._speculation.proposer
+    proposer = backend._model._steps._speculation.proposer
     lookup, proposer._lookup = proposer._lookup, Guesses()
     alone = outputs(looking, lambda _: GREEDY, speculates=False)
     sizes = []

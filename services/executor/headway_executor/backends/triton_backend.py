@@ -93,6 +93,7 @@ class TritonBackend:
         # Sums in bfloat16 would save little time and lose much precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         draft = _draft_settings(config, settings)
+        part = part_of(model_config, config.place)
         self._group = joined(config, TRITON)
         with (
             parting_on_error(self._group),
@@ -104,7 +105,6 @@ class TritonBackend:
             settings = settings._replace(model_config=as_stored(model_config, weights, config.warn))
             require_head(settings.model_config, "backend 'triton'", "backend torch")
             check_speculation(settings.model_config, config)
-            part = part_of(settings.model_config, config.place)
             adapters = _adapters(config, settings.model_config, device) if config.place.is_alone else None
             draft_files = None
             if draft is not None and draft_weights is not None:

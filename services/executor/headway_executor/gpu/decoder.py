@@ -158,6 +158,11 @@ class Decoder:
         return self._space.hidden
 
     @property
+    def has_head(self) -> bool:
+        """Whether it gives logits."""
+        return self._weights.head is not None
+
+    @property
     def has_long_attention(self) -> bool:
         """Whether long chunks are not as others."""
         return self._long_attention is not None

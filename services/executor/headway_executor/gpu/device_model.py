@@ -104,7 +104,8 @@ class DeviceModel:
     def record(self, progress: Callable[[int, int], None], *, is_adapted: bool = False) -> None:
         """Record the graphs of all sizes; the step in the columns must be harmless."""
         self.sizes = self.step_sizes(recorded=True)
-        sizes = [size._replace(is_adapted=is_adapted) for size in self.sizes.recorded()]
+        wanted = (size for size in self.sizes.recorded() if self.decoder.has_head or not size.draws)
+        sizes = [size._replace(is_adapted=is_adapted) for size in wanted]
         self._recorded |= {*sizes}
         self._graphs.record(self.forward, sizes, progress)
 

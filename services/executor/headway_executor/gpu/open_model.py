@@ -52,7 +52,8 @@ class OpenModel:
         self._readback = Readback() if parts.runtime.is_cuda else None
         self._swap_ends: Readback | None = None
         self._last_ended: Mark | None = None
-        self._step_log = StepLog(Path(config.options["step_log"])) if "step_log" in config.options else None
+        file = config.options.get("step_log", "") if config.place.rank == 0 else ""
+        self._step_log = StepLog(Path(file)) if file else None
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
         """See ``ExecutorBackend.execute``."""

@@ -76,7 +76,7 @@ def try_largest_step(parts: DeviceParts) -> None:
     if parts.adapters is not None:
         _try_adapters(parts)
     decoder = parts.target.decoder
-    if parts.stage.part.place.is_last_stage:
+    if decoder.has_head:
         parts.prompt_reader.try_largest(decoder, store, shape.num_tokens)
         parts.sampler.try_largest(decoder.logits(shape.num_sampled), batch.rows, parts.upload.views, store)
     parts.runtime.mark().wait()

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
+
 from headway_executor.gpu.runtime import Mark
 from headway_executor.host.device_errors import translated
 
@@ -39,7 +41,8 @@ class Readback:
             mark, build, future = entry
             try:
                 mark.wait()
-                result = build()
+                with torch.inference_mode():  # a thread has its own, and what it reads was made so
+                    result = build()
             except Exception as error:  # noqa: BLE001 (the future carries a device's failure)
                 future.set_exception(translated(error))
             else:

@@ -1,4 +1,4 @@
-"""What the environment says about a rank: its place, where rank 0 listens, with which keys, on which cores.
+"""What the environment says about a rank: its place, where rank 0 listens, with which keys, on which cores or device.
 
 Owns: the names of variables, torchrun's among them, and what they may say. Must not know: sockets, processes.
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from headway_executor.config import EXECUTOR_SECRET_KEY, ExecutorConfig
+from headway_executor.config import CUDA, EXECUTOR_SECRET_KEY, ExecutorConfig
 from headway_executor.link_keys import LinkKeys
 from headway_executor.rank_place import RankPlace
 from headway_process.addresses import check_link_address, is_loopback
@@ -122,6 +122,11 @@ def take_cores(config: ExecutorConfig, around: Surroundings) -> int:
         return 1
     os.sched_setaffinity(0, cores[around.local_rank * each : (around.local_rank + 1) * each])
     return 0
+
+
+def own_device(config: ExecutorConfig, around: Surroundings) -> str:
+    """This rank's device: of ``cuda``, the one of this host with its number there."""
+    return f"{CUDA}:{around.local_rank}" if config.device == CUDA and not around.place.is_alone else config.device
 
 
 def _check_reachable(field: str, address: str, *, has_keys: bool) -> None:

@@ -114,9 +114,13 @@ def _check_device(config: ExecutorConfig) -> None:
             f"device {shown(config.device)} is not allowed; this PyTorch ({build.version}) is built without CUDA, so allowed: "
             "cpu"
         )
-    count = num_cuda_devices()
-    if count is not None and int(index or 0) >= count:
-        raise BackendConfigError(f"device {shown(config.device)} is not allowed; this host has {count} CUDA devices")
+    count, num_ranks = num_cuda_devices(), config.backend_config().place.size
+    # Each rank takes the device of its number.
+    if count is not None and int(index or num_ranks - 1) >= count:
+        ranks = f" with {num_ranks} ranks" if num_ranks > 1 else ""
+        raise BackendConfigError(
+            f"device {shown(config.device)} is not allowed{ranks}; this host has {count} CUDA devices"
+        )
 
 
 def num_cuda_devices() -> int | None:
