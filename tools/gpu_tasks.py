@@ -65,6 +65,7 @@ def _checks() -> list[Task]:
     return [
         _conformance("conformance float32", 120, 480, "--dtype", "float32"),
         _pytest("truth", ("tests/unit/executor/test_triton_backend.py", "-k", "greedy_tokens"), 150, 480, _COMPARED),
+        _pytest("stages", ("tests/unit/executor/test_triton_stages.py",), 60, 300, (*_COMPARED, "zmq", "psutil")),
         *[_sanitized("memcheck", scenario) for scenario in _SANITIZED],
         _sanitized("racecheck", "parameters_mixed_in_a_batch"),
     ]

@@ -1,4 +1,7 @@
-"""Stages of a model on the triton backend, each with a device of its own: the bits of one device."""
+"""Stages of a model on the triton backend, each with a device of its own: the bits of one device.
+
+Where there is a device, both stages share it, as threads of one process, which could not record graphs at once.
+"""
 
 from functools import partial
 
@@ -17,14 +20,23 @@ from headway_executor.rank_place import RankPlace
 from kept_graphs import KeptGraphs
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
-SETTINGS = {"dtype": "float32", "max_model_len": 64, "max_num_batched_tokens": 64}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SETTINGS = {"device": DEVICE, "dtype": "float32", "max_model_len": 64, "max_num_batched_tokens": 64}
+SETTINGS |= {"options": {"graphs": "off"}}
 QUICK = (
     "steps_in_flight_2",
     "a_row_changes_hands",
     "prompts_that_are_reported",
     "errors_stay_in_their_row",
 )
+ALSO_ON_A_DEVICE = ("test_stages_give_the_bits_of_one_device", "test_stages_conform")
 stages = partial(InlineGroup, kind=TritonBackend)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(request):
+    if DEVICE == "cuda" and request.node.originalname not in ALSO_ON_A_DEVICE:
+        pytest.skip("it interprets kernels")
 
 
 class Late(TritonBackend):
@@ -32,7 +44,7 @@ class Late(TritonBackend):
 
     def open(self, config):
         info = super().open(config)
-        self._model._readback = Readback()
+        self._model._readback = self._model._readback or Readback()
         return info
 
 
@@ -105,7 +117,8 @@ def test_so_they_do_as_on_a_device(kind, tmp_path):
     ids=str,
 )
 def test_stages_conform(scenario, tmp_path):
-    check(scenario, lambda: GroupBackend(pipeline_parallel=2, kind=Late), directory=tmp_path, dtype="float32")
+    kind = {"device": DEVICE, "dtype": "float32", "options": {"graphs": "off"}}
+    check(scenario, lambda: GroupBackend(pipeline_parallel=2, kind=Late), directory=tmp_path, **kind)
 
 
 @pytest.mark.parametrize(
