@@ -16,11 +16,11 @@ MOST_SPECULATIVE_TOKENS = 64
 
 
 class OfGroups(NamedTuple):
-    """What several ranks may have. ``tensor_parallel``: whether they can compute a layer together. ``devices``: their kinds."""
+    """What several ranks may have. ``devices``: their kinds."""
 
-    tensor_parallel: bool
     devices: tuple[str, ...]
     speculations: tuple[str, ...]
+    adapters: bool
 
 
 class Takes(NamedTuple):
@@ -46,7 +46,7 @@ TORCH = Takes(
             "activations": ("auto", "exact", "int8"),
         }
     ),
-    groups=OfGroups(tensor_parallel=True, devices=("cpu",), speculations=("off", "ngram")),
+    groups=OfGroups(devices=("cpu",), speculations=("off", "ngram"), adapters=True),
 )
 TRITON = Takes(
     packages=("torch", "safetensors", "triton", "cupy"),
@@ -62,7 +62,7 @@ TRITON = Takes(
             "weights": ("checkpoint", "random"),
         }
     ),
-    groups=OfGroups(tensor_parallel=False, devices=("cpu", "cuda"), speculations=("off",)),
+    groups=OfGroups(devices=("cpu", "cuda"), speculations=("off",), adapters=False),
     # Some kernels take a row each along a grid's second dimension, which has no more places (CUDA C++ Programming Guide,
     # table of technical specifications).
     most_rows=65_535,
@@ -137,18 +137,14 @@ def _check_group(config: BackendConfig, takes: Takes) -> None:
     num_ranks, groups = config.place.size, takes.groups
     if num_ranks == 1:
         return
-    if config.place.tensor_parallel > 1 and not groups.tensor_parallel:
-        raise BackendConfigError(
-            f"tensor_parallel {config.place.tensor_parallel} is not allowed with this backend; allowed: 1 (or backend torch)"
-        )
     if config.device.partition(":")[0] not in groups.devices:
         raise BackendConfigError(
             f"device {shown(config.device)} is not allowed with {num_ranks} ranks; allowed: {', '.join(groups.devices)}"
         )
-    if config.adapters and config.place.pipeline_parallel > 1:
+    if config.adapters and (config.place.pipeline_parallel > 1 or not groups.adapters):
+        field = "pipeline_parallel" if config.place.pipeline_parallel > 1 else "tensor_parallel"
         raise BackendConfigError(
-            f"adapter {shown(min(config.adapters))} is not allowed with pipeline_parallel {config.place.pipeline_parallel}; "
-            "allowed: pipeline_parallel 1"
+            f"adapter {shown(min(config.adapters))} is not allowed with {field} {getattr(config.place, field)}; allowed: {field} 1"
         )
     if config.speculation not in groups.speculations:
         raise BackendConfigError(

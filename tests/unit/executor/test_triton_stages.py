@@ -3,10 +3,12 @@
 Where there is a device, both stages share it, as threads of one process, which could not record graphs at once.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
+from numpy.testing import assert_allclose
 
 from checkpoints import make_checkpoint
 from e2e.running_server import free_port
@@ -16,7 +18,9 @@ from headway_executor.backend import BackendConfig, BackendConfigError
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu.preparation import record_graphs
 from headway_executor.gpu.readback import Readback
+from headway_executor.gpu.stage_mates import OverNccl
 from headway_executor.rank_place import RankPlace
+from headway_executor.ranks.gloo import GlooMeeting
 from kept_graphs import KeptGraphs
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
@@ -104,11 +108,55 @@ def test_so_they_do_with_other_settings(settings, tmp_path):
     assert told(group, tmp_path, **SETTINGS | settings) == told(TritonBackend(), tmp_path, **SETTINGS | alone)
 
 
+@pytest.mark.parametrize(
+    ("family", "stages_too"),
+    [
+        ("llama3", True),
+        ("qwen2_moe", False),
+        *(
+            pytest.param(family, family != "gemma4-shared", marks=pytest.mark.deep)
+            for family in (
+                *("gemma2", "gpt2", "cohere2", "qwen3-bias", "gpt_neox", "falcon-40b", "phi3", "nanochat", "opt-350m"),
+                *("apertus", "starcoder2", "smollm3", "granite", "mixtral", "gpt_oss", "llama4", "afmoe", "phimoe"),
+                *("deepseek_v3", "laguna", "gemma4-shared"),
+            )
+        ),
+    ],
+)
+def test_devices_that_compute_layers_together_draw_the_tokens_of_one(family, stages_too, tmp_path):
+    """A product of fewer outputs is cut into splits otherwise, so the last bits are others."""
+    make_checkpoint(tmp_path, family)
+    several = stages(tensor_parallel=2, pipeline_parallel=1 + stages_too)
+    found, alone = told(several, tmp_path, **SETTINGS), told(TritonBackend(), tmp_path, **SETTINGS)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
+    for (_, these), (_, those) in zip(found, alone, strict=True):
+        assert_allclose([line[0] for line in these], [line[0] for line in those], atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [Late, Recorded])
 def test_so_they_do_as_on_a_device(kind, tmp_path):
     make_checkpoint(tmp_path, "llama3")
     several, one = (InlineGroup(pipeline_parallel=count, kind=kind) for count in (3, 1))
-    assert told(several, tmp_path, **SETTINGS) == told(one, tmp_path, **SETTINGS)
+    alone = told(one, tmp_path, **SETTINGS)
+    assert told(several, tmp_path, **SETTINGS) == alone
+    together = told(InlineGroup(tensor_parallel=2, kind=kind), tmp_path, **SETTINGS)
+    assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
+
+
+@pytest.mark.parametrize("cut", [(range(3), range(3, 6)), (range(4), range(4, 6))], ids=["even", "uneven"])
+def test_what_devices_give_over_the_collectives_of_torch_is_put_side_by_side(cut):
+    """Of gloo here, which has the call of NCCL that is used."""
+    rendezvous, whole = f"127.0.0.1:{free_port()}", torch.arange(30.0).view(5, 6)
+
+    def rank(number):
+        place = RankPlace(rank=number, tensor_parallel=2, rendezvous=rendezvous)
+        ranks = GlooMeeting(place, 60.0).stage()._ranks
+        mates, found = OverNccl(ranks, 20, torch.float32, torch.device("cpu")), torch.empty(5, 6)
+        mates.gather(whole[:, cut[number].start : cut[number].stop], cut, found)
+        return found
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert all(torch.equal(found, whole) for found in ranks.map(rank, range(2)))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +172,16 @@ def test_stages_conform(scenario, tmp_path):
 @pytest.mark.parametrize(
     ("degrees", "settings", "message"),
     [
-        ((2, 1), {}, "tensor_parallel 2 is not allowed with this backend; allowed: 1 "),
+        (
+            (2, 1),
+            {"adapters": {"one": "there"}},
+            "adapter 'one' is not allowed with tensor_parallel 2; allowed: tensor",
+        ),
+        (
+            (2, 1),
+            {"options": {"chunk_attention": "flash"}},
+            "chunk_attention 'flash' is not allowed with tensor_parallel 2",
+        ),
         ((1, 2), {"speculation": "ngram"}, "speculation 'ngram' is not allowed with 2 ranks; allowed: off"),
         (
             (1, 2),
@@ -139,3 +196,24 @@ def test_what_stages_cannot_have_is_refused_in_one_line(degrees, settings, messa
     place = RankPlace(tensor_parallel=degrees[0], pipeline_parallel=degrees[1], rendezvous=f"127.0.0.1:{free_port()}")
     with pytest.raises(BackendConfigError, match=message):
         TritonBackend().open(BackendConfig(model=str(tmp_path), place=place, **SETTINGS | settings))
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (
+            "mpt",
+            "tensor_parallel 2 is not allowed with backend 'triton' and MptForCausalLM, which has scores that fall with",
+        ),
+        (
+            "bitnet",
+            "which has norms before the projections behind attention and within the feed-forward; allowed: 1, or back",
+        ),
+        ("olmo2", "which has a norm over all heads; allowed: 1, or backend torch"),
+    ],
+)
+def test_layers_that_devices_cannot_compute_together_are_refused_by_what_they_have(family, message, tmp_path):
+    make_checkpoint(tmp_path, family)
+    place = RankPlace(tensor_parallel=2, rendezvous=f"127.0.0.1:{free_port()}")
+    with pytest.raises(BackendConfigError, match=message):
+        TritonBackend().open(BackendConfig(model=str(tmp_path), place=place, **SETTINGS))

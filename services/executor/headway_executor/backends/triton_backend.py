@@ -22,6 +22,7 @@ from headway_executor.backend import BackendConfig, BackendConfigError, ReadAdap
 from headway_executor.backends.joining import joined, parting_on_error, slowest
 from headway_executor.checkpoint.random_weights import RandomCheckpoint
 from headway_executor.checkpoint.weights import Checkpoint
+from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL
 from headway_executor.gpu.decoder import check_kernels_have
 from headway_executor.gpu.device_adapters import with_table
 from headway_executor.gpu.device_parts import DeviceParts, ModelFiles
@@ -85,7 +86,12 @@ class TritonBackend:
             raise BackendConfigError("backend 'triton' is not allowed with an encoder; allowed: backend torch")
         settings = settings_of(config, device)
         model_config, dtype, max_model_len = settings
-        check_kernels_have(model_config)
+        check_kernels_have(model_config, config.place)
+        if config.place.tensor_parallel > 1 and option_of(config, TRITON, OPTION) != OWN_KERNEL:
+            raise BackendConfigError(
+                f"backend_options {OPTION} {option_of(config, TRITON, OPTION)!r} is not allowed with tensor_parallel "
+                f"{config.place.tensor_parallel}; allowed: {OWN_KERNEL}"
+            )
         if option_of(config, TRITON, "activations") == "fp8" and not is_native(device):
             raise BackendConfigError(
                 "backend_options activations 'fp8' is not allowed with a compute capability below 8.9; allowed here: auto, exact"

@@ -47,7 +47,8 @@ class AttentionLoader:
         """Of the layer with this number."""
         config, tensors, place = self._parts.config, self._parts.tensors, self._places[index]
         layer, latent, sinks = config.layers[index], tensors.latent(index), tensors.sinks(index)
-        attention, are_centred = config.attention_of(index), config.attention.qk_norm == "layer"
+        attention = self._parts.part.attention(config.attention_of(index))
+        are_centred = config.attention.qk_norm == "layer"
         weights, biases = tensors.head_norms.weight(index), tensors.head_norms.bias(index)
         query_norm, key_norm = _head_norms(attention, None if are_centred else weights)
         cosines, sines = self._table(config.rotary(index), attention.head_dim)
@@ -75,11 +76,14 @@ class AttentionLoader:
         )
 
     def _output(self, index: int, latent: LatentTensors | None) -> DeviceLinear:
-        if latent is None and not self._parts.config.attention_of(index).value_dim:
-            return self._parts.projection(index, AdapterSite.OUTPUT, lambda read: read.output(index))
+        attention = self._parts.config.attention_of(index)
+        inputs = self._parts.part.attended(attention.num_heads, attention.head_dim)
+        if latent is None and not attention.value_dim:
+            return self._parts.back(index, AdapterSite.OUTPUT, lambda read: read.output(index), inputs)
         # Of numbers: codes cannot be padded.
         padded = self._parts.tensors.wide_output(index) if latent is None else (latent.output(), None)
-        return self._parts.adapted(self._parts.weights.product(*padded), index, AdapterSite.OUTPUT)
+        own = self._parts.adapted(self._parts.weights.product(*padded), index, AdapterSite.OUTPUT)
+        return own if self._parts.to_hidden is None else self._parts.to_hidden.product(own, inputs)
 
     def _latent(self, index: int, latent: LatentTensors) -> LatentQkv:
         """Of numbers: codes cannot be padded."""
@@ -100,7 +104,7 @@ class AttentionLoader:
             product = self._parts.adapted(product, index, AdapterSite.LATENT_QUERY_IN, slice(width))
         return LatentQkv(
             config,
-            self._parts.config.num_heads,
+            len(self._parts.part.heads),
             queries,
             self._parts.adapted(product, index, AdapterSite.LATENT_IN, slice(width, None)),
             self._expansion(latent.key_value_expansion(), index, AdapterSite.LATENT_EXPANSION),

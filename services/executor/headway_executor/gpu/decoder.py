@@ -23,6 +23,7 @@ from headway_executor.models.config import ModelConfig
 from headway_executor.models.decoder import capped_
 from headway_executor.models.features import DENSE, Feature, lacking
 from headway_executor.models.recurrence import RowStates
+from headway_executor.rank_place import ALONE, RankPlace
 from headway_kernels.gpu.attention.long_chunks import LongAttention
 from headway_kernels.gpu.attention.tuning import MOST_CHANNELS
 from headway_kernels.gpu.recurrence.bounds import RowBounds
@@ -59,9 +60,25 @@ _FEATURES = DENSE | {
 """What these kernels have beyond a plain decoder."""
 
 
-def check_kernels_have(config: ModelConfig) -> None:
+_CUT_FEATURES = _FEATURES - {
+    Feature.NORM_OVER_HEADS,
+    Feature.INNER_NORM,
+    Feature.EXPERT_NORMS,
+    Feature.LATENT_EXPERTS,
+    Feature.ALIBI,
+    Feature.RECURRENCE,
+}
+"""What they have where several ranks compute a layer together."""
+
+
+def check_kernels_have(config: ModelConfig, place: RankPlace = ALONE) -> None:
     """Check the parts of a model. Raises ``BackendConfigError``: there are some that these kernels lack."""
     missing = lacking(config, _FEATURES)
+    if not missing and place.tensor_parallel > 1 and (uncut := lacking(config, _CUT_FEATURES)):
+        raise BackendConfigError(
+            f"tensor_parallel {place.tensor_parallel} is not allowed with backend 'triton' and {config.architecture}, which has "
+            f"{uncut}; allowed: 1, or backend torch"
+        )
     widest = max(attention.head_dim for attention in config.attentions)
     if widest > MOST_CHANNELS:
         missing = f"heads of {widest} channels"

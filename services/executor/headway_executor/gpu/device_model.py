@@ -98,14 +98,14 @@ class DeviceModel:
         kinds = {"has_decodes": size.has_decodes, "has_chunks": size.has_chunks}
         long_chunks = None if batch is None else self.decoder.plan_long(batch)
         self.decoder.run(self._pool, size.num_tokens, size.num_rows, long_chunks=long_chunks, **kinds)
-        if size.draws:
+        if size.draws and self.decoder.has_head:
             self._draw(self.decoder.logits(size.num_rows))
 
     def record(self, progress: Callable[[int, int], None], *, is_adapted: bool = False) -> None:
         """Record the graphs of all sizes; the step in the columns must be harmless."""
         self.sizes = self.step_sizes(recorded=True)
-        wanted = (size for size in self.sizes.recorded() if self.decoder.has_head or not size.draws)
-        sizes = [size._replace(is_adapted=is_adapted) for size in wanted]
+        # Also those that draw where nothing is drawn: all ranks of a stage record alike, since they gather meanwhile.
+        sizes = [size._replace(is_adapted=is_adapted) for size in self.sizes.recorded()]
         self._recorded |= {*sizes}
         self._graphs.record(self.forward, sizes, progress)
 

@@ -25,12 +25,14 @@ from headway_executor.gpu.loading import load_decoder
 from headway_executor.gpu.prompt_reader import PromptReader
 from headway_executor.gpu.runtime import Runtime
 from headway_executor.gpu.speculation import most_rows_of
+from headway_executor.gpu.stage_mates import DeviceMates, mates_of
 from headway_executor.gpu.step_columns import StepShape
 from headway_executor.gpu.step_upload import StepUpload
 from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.memory.kv_pool import CODES
 from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.attention_config import AttentionConfig
+from headway_executor.models.config import FeedForwardConfig
 from headway_executor.models.kv_layout import KvPlace, vectors_layout
 from headway_executor.models.model_settings import ModelSettings
 from headway_executor.models.part import ModelPart
@@ -157,7 +159,7 @@ class DeviceParts:
 
         attending = (index for index in files.part.layers if model_config.layers[index].attends)
         attention = attention_spaces(
-            tuple(dict.fromkeys(map(model_config.attention_of, attending))),
+            tuple(dict.fromkeys(files.part.attention(model_config.attention_of(index)) for index in attending)),
             tuning_of,
             block_size=config.block_size,
             max_num_tokens=config.max_num_batched_tokens,
@@ -206,6 +208,7 @@ class DeviceParts:
             model_config,
             files.weights,
             files.part,
+            None if files.part.is_whole_stage else self._mates(files),
             max_model_len=max_model_len,
             dtype=dtype,
             tunings=self._tunings,
@@ -217,6 +220,19 @@ class DeviceParts:
             max_num_tokens=config.max_num_batched_tokens,
             progress=lambda done, total: config.progress("loading layers", done, total),
             warn=config.warn,
+        )
+
+    def _mates(self, files: ModelFiles) -> DeviceMates | None:
+        model_config, dtype, _ = files.settings
+        degree = self.config.place.tensor_parallel
+        widths = {each.num_heads * each.head_dim for each in model_config.attentions} | {model_config.hidden_size}
+        widest = max(-(-width // degree) for width in widths)
+        widest = max(widest, *(_widest_inner(layer.feed_forward, degree) for layer in model_config.layers))
+        return mates_of(
+            self.stage.group,
+            most_numbers=self.config.max_num_batched_tokens * widest,
+            dtype=dtype,
+            device=self.runtime.device,
         )
 
     def _library(self, files: ModelFiles, tuning: AttentionTuning) -> LibraryChoice:
@@ -235,3 +251,9 @@ class DeviceParts:
         # Not of these parts: a closed model gives its memory back at once, without a search for cycles.
         sampler, views, store = self.sampler, self.upload.views, self.rows.token_store
         return lambda logits: sampler.draw_likeliest(logits, views, store)
+
+
+def _widest_inner(feed: FeedForwardConfig, degree: int) -> int:
+    """Numbers of a token, between the products of its feed-forward, that one of ``degree`` ranks has."""
+    own, experts = -(-feed.intermediate_size // degree), feed.experts
+    return own if experts is None else max(own * experts.routing.num_chosen, -(-experts.shared_size // degree))

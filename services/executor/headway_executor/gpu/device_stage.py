@@ -43,10 +43,11 @@ class DeviceStage:
         self._copied.append(self._runtime.mark())
 
     def pass_on(self, num_tokens: int) -> Callable[[], None]:
-        """Copy the hidden states of what was launched last. The returned function sends them: call it, from any thread, once
-        the device has passed the copy.
+        """Copy the hidden states of what was launched last, if there is a stage behind. The returned function sends them: call
+        it, from any thread, once the device has passed the copy.
         """
-        assert self._behind is not None
+        if self._behind is None:
+            return _send_nothing
         self._free.acquire()
         behind, leaving = self._behind, next(self._departures)[:num_tokens]
         leaving.copy_(self._hidden[:num_tokens], non_blocking=True)
@@ -61,3 +62,7 @@ class DeviceStage:
 def _slots(runtime: Runtime, hidden: Tensor) -> Iterator[Tensor]:
     """Memory for transfers, in turn."""
     return itertools.cycle([runtime.host_tensor(tuple(hidden.shape), hidden.dtype) for _ in range(_SLOTS)])
+
+
+def _send_nothing() -> None:
+    """This is the last stage."""

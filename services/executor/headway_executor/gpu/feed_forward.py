@@ -12,7 +12,10 @@ from torch import Tensor
 from headway_executor.gpu.activations import activation_of, gate_of
 from headway_executor.gpu.linear import AdaptedLinear, CodedLinear, DenseLinear, DeviceExperts, DeviceLinear
 from headway_executor.gpu.norm import DeviceNorm
+from headway_executor.gpu.stage_mates import BackToHidden
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
+from headway_executor.models.part import ModelPart
+from headway_executor.ranks.stage_mates import Cut
 from headway_kernels.gpu.activation import Gate
 from headway_kernels.gpu.experts.grouped import ExpertPairs, add_pairs, choose, sort_pairs, weigh_pairs
 
@@ -69,23 +72,33 @@ class DenseFeedForward:
 
 
 class ExpertSpace:
-    """Memory for what the layers of one description compute, one after the other."""
+    """Memory for what the layers of one description compute, one after the other; of a ``part``, its own columns."""
 
     def __init__(
-        self, num_tokens: int, hidden: int, feed: FeedForwardConfig, dtype: torch.dtype, device: torch.device
+        self,
+        num_tokens: int,
+        hidden: int,
+        feed: FeedForwardConfig,
+        part: ModelPart,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         assert feed.experts is not None
-        routing, inner = feed.experts.routing, feed.intermediate_size
+        routing, inner = feed.experts.routing, len(part.own_inner(feed.intermediate_size))
         up = inner * (2 if feed.is_gated else 1)
         num_pairs = num_tokens * routing.num_chosen
         self.pairs = ExpertPairs.allocate(num_tokens, routing, device)
         self.scores = torch.empty(num_tokens, scores_of(feed.experts), dtype=dtype, device=device)
         # The first product's results are done with when the second writes its own.
-        width = feed.experts.latent_size or hidden
+        width = feed.experts.latent_size or len(part.own_hidden)
         wide = torch.empty(num_pairs * max(up, width), dtype=dtype, device=device)
         self.gate_up = wide[: num_pairs * up].view(num_pairs, up)
         self.given = wide[: num_pairs * width].view(num_pairs, width)
         self.inner = torch.empty(num_pairs, inner, dtype=dtype, device=device)
+        self.gathered = self.inner
+        """As ``inner``, with the columns of all ranks."""
+        if not part.is_whole_stage:
+            self.gathered = torch.empty(num_pairs, feed.intermediate_size, dtype=dtype, device=device)
         self.shared = torch.empty(num_tokens, hidden, dtype=dtype, device=device) if feed.experts.shared_size else None
         self.normed = torch.empty(num_tokens, hidden, dtype=dtype, device=device) if feed.experts.names.norms else None
         self.latent = torch.empty(num_tokens, width, dtype=dtype, device=device) if feed.experts.latent_size else None
@@ -127,10 +140,22 @@ class ExpertWeights:
 
 
 class ExpertFeedForward:
-    """Each token goes through the experts that its router chooses; padding goes through none."""
+    """Each token goes through the experts that its router chooses; padding goes through none. ``to_hidden``: of a layer that
+    several ranks compute together, or None.
+    """
 
-    def __init__(self, weights: ExpertWeights, feed: FeedForwardConfig, space: ExpertSpace) -> None:
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        feed: FeedForwardConfig,
+        space: ExpertSpace,
+        to_hidden: BackToHidden | None,
+        inner: Cut,
+    ) -> None:
         assert feed.experts is not None
+        assert to_hidden is None or not (weights.norms or weights.compress), "no rank computes a part of such layers"
+        self._to_hidden = to_hidden
+        self._inner = inner
         assert not (feed.has_bias and feed.experts.routing.weighs_inputs)
         self._weights = weights
         self._routing = feed.experts.routing
@@ -163,7 +188,10 @@ class ExpertFeedForward:
             # The product of a weighed input is the weighed product: no such model has biases here.
             weigh_pairs(gate_up, pairs)
         self._activate(gate_up, inner)
-        weights.down(inner, given, pairs, gathers=False)
+        gathered = space.gathered[:num_pairs]
+        if self._to_hidden is not None:
+            self._to_hidden.mates.gather(inner, self._inner, gathered)
+        weights.down(gathered, given, pairs, gathers=False)
         return given
 
     def _through_shared(self, inputs: Tensor, slots: Tensor) -> Tensor | None:
@@ -177,6 +205,12 @@ class ExpertFeedForward:
         """The sum of all that a token gets, to ``out``."""
         norms, expand, latent = self._weights.norms, self._weights.expand, self._space.latent
         weighs = not self._routing.weighs_inputs
+        if self._to_hidden is not None:
+            own, sums = self._to_hidden.own, self._to_hidden.made[: len(out)]
+            shared = None if shared is None else shared[:, own.start : own.stop]
+            add_pairs(given, pairs, sums, shared=shared, gates=gates, weighs=weighs)
+            self._to_hidden.mates.gather(sums, self._to_hidden.hidden, out)
+            return
         if norms is None and expand is None:
             add_pairs(given, pairs, out, shared=shared, gates=gates, weighs=weighs)
             return

@@ -32,7 +32,9 @@ class FeedForwardLoader:
         self._parts = parts
         tokens, dtype, device = parts.max_num_tokens, parts.dtype, parts.device
         # Layers that are alike share memory.
-        self._expert_space = cache(lambda feed: ExpertSpace(tokens, parts.config.hidden_size, feed, dtype, device))
+        self._expert_space = cache(
+            lambda feed: ExpertSpace(tokens, parts.config.hidden_size, feed, parts.part, dtype, device)
+        )
         self.space = cache(
             lambda width, is_gated: FeedForwardSpace(tokens, width, is_gated=is_gated, dtype=dtype, device=device)
         )
@@ -41,18 +43,20 @@ class FeedForwardLoader:
         """Of the layer with this number, as ``feed`` says."""
         if feed.experts is not None:
             return self._experts(index, feed, feed.experts)
-        curve = self._parts.tensors.curve(index)
-        down = self._parts.projection(index, AdapterSite.DOWN, lambda read: read.down(index))
+        curve, part = self._parts.tensors.curve(index), self._parts.part
+        down = self._parts.back(
+            index, AdapterSite.DOWN, lambda read: read.down(index), part.inner(feed.intermediate_size)
+        )
         return DenseFeedForward(
             self._parts.projection(index, AdapterSite.GATE_UP, lambda read: read.gate_up(index)),
             feed,
             self._parts.behind(index, self._parts.config.names.down_norm, down),
-            self.space(feed.intermediate_size, feed.is_gated),
+            self.space(len(part.own_inner(feed.intermediate_size)), feed.is_gated),
             None if curve is None else self._parts.wide(curve),
         )
 
     def _experts(self, index: int, feed: FeedForwardConfig, config: ExpertsConfig) -> ExpertFeedForward:
-        tensors = self._parts.tensors.experts(index)
+        tensors, part = self._parts.tensors.experts(index), self._parts.part
         (router, bias), gate, correction = tensors.router(), tensors.shared_gate(), tensors.correction()
         if gate is not None:
             router = torch.cat([router, gate])
@@ -61,17 +65,19 @@ class FeedForwardLoader:
         numbers = range(routing.num_experts)
         gate_up, down = (
             self._parts.weights.of_experts(
-                [partial(part, index, number) for number in numbers], rows_per_token, routing
+                [partial(read, index, number) for number in numbers], rows_per_token, routing
             )
-            for part, rows_per_token in ((_gate_up, 1), (_down, routing.num_chosen))
+            for read, rows_per_token in ((_gate_up, 1), (_down, routing.num_chosen))
         )
         shared = None
         if config.shared_size:
             shared = DenseFeedForward(
                 self._parts.projection(index, AdapterSite.SHARED_GATE_UP, partial(_gate_up, index, None)),
                 msgspec.structs.replace(feed, limit=config.shared_limit),
-                self._parts.projection(index, AdapterSite.SHARED_DOWN, partial(_down, index, None)),
-                self.space(config.shared_size, feed.is_gated),
+                self._parts.back(
+                    index, AdapterSite.SHARED_DOWN, partial(_down, index, None), part.inner(config.shared_size)
+                ),
+                self.space(len(part.own_inner(config.shared_size)), feed.is_gated),
             )
         sites = (AdapterSite.EXPERTS_IN, AdapterSite.EXPERTS_OUT)
         around = {
@@ -91,7 +97,8 @@ class FeedForwardLoader:
             norms=None if norms is None else self._part_norms(norms),
             **around,
         )
-        return ExpertFeedForward(weights, feed, self._expert_space(feed))
+        inner = part.inner(feed.intermediate_size)
+        return ExpertFeedForward(weights, feed, self._expert_space(feed), self._parts.to_hidden, inner)
 
     def _part_norms(self, norms: NormsOfExperts) -> PartNorms:
         weights = (norms.router, norms.experts, norms.experts_post, norms.shared, norms.shared_post)

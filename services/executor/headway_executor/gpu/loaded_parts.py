@@ -12,20 +12,25 @@ from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_executor.gpu.device_weights import DeviceWeights
 from headway_executor.gpu.linear import AdaptedExperts, AdaptedLinear, DeviceExperts, DeviceLinear
 from headway_executor.gpu.norm import DeviceNorm, NormedLinear
+from headway_executor.gpu.stage_mates import BackToHidden
 from headway_executor.models.adapters import AdapterSite
 from headway_executor.models.coded_tensors import Projection
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, NormTensors
+from headway_executor.models.part import ModelPart
+from headway_executor.ranks.stage_mates import Cut
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedParts:
-    """Of a model, for steps of ``max_num_tokens``, whose numbers between kernels have the ``dtype``. ``adapters`` are of the
-    steps that will run; None: there can be none.
+    """Of a model's ``part``, for steps of ``max_num_tokens``, whose numbers between kernels have the ``dtype``. ``adapters`` are
+    of the steps that will run; None: there can be none. ``to_hidden``: see there; None: the layers are whole.
     """
 
     config: ModelConfig
+    part: ModelPart
+    to_hidden: BackToHidden | None
     weights: DeviceWeights
     adapters: DeviceAdapters | None
     max_num_tokens: int
@@ -67,6 +72,11 @@ class LoadedParts:
     def projection(self, index: int, site: AdapterSite, read: Projection) -> DeviceLinear:
         """The product of a site, which an adapter may change."""
         return self.adapted(self.weights.linear(read), index, site)
+
+    def back(self, index: int, site: AdapterSite, read: Projection, inputs: Cut) -> DeviceLinear:
+        """The product of a site back to the hidden state; of its ``inputs``, each rank has some."""
+        own = self.projection(index, site, read)
+        return own if self.to_hidden is None else self.to_hidden.product(own, inputs)
 
     def adapted(
         self,

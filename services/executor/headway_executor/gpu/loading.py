@@ -23,11 +23,12 @@ from headway_executor.gpu.loaded_parts import LoadedParts
 from headway_executor.gpu.norm import NormedLinear
 from headway_executor.gpu.recurrence import Beside
 from headway_executor.gpu.recurrence_loading import RecurrenceLoader
+from headway_executor.gpu.stage_mates import BackToHidden, DeviceMates
 from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.config import FeedForwardConfig, ModelConfig
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.loading import ModelTensors, NormTensors
-from headway_executor.models.part import ModelPart
+from headway_executor.models.part import ModelPart, whole
 from headway_executor.models.rope import halves
 from headway_executor.models.stored_names import TensorSource
 from headway_kernels.gpu.tunings import Tunings
@@ -37,6 +38,7 @@ def load_decoder(
     config: ModelConfig,
     checkpoint: TensorSource,
     part: ModelPart,
+    mates: DeviceMates | None,
     *,
     max_model_len: int,
     max_num_tokens: int,
@@ -56,23 +58,33 @@ def load_decoder(
     alike; ``places``: of the layers of ``part``; see ``KvLayout``.
     """
     device = tunings.device
-    weights = DeviceWeights(
-        checkpoint,
-        lambda source: ModelTensors(config, source, halves, device),
-        quantization,
-        activations,
-        dtype,
-        tunings,
-        max_num_tokens,
-        warn,
-    )
-    parts = LoadedParts(config, weights, adapters, max_num_tokens, dtype, device)
-    loader = _Loader(parts, part.layers, AttentionLoader(parts, attention, places, max_model_len))
-    is_first, is_last = part.place.is_first_stage, part.place.is_last_stage
+
+    def weights_of(part: ModelPart) -> DeviceWeights:
+        return DeviceWeights(
+            checkpoint,
+            lambda source: ModelTensors(config, source, halves, device, part),
+            quantization,
+            activations,
+            dtype,
+            tunings,
+            max_num_tokens,
+            warn,
+        )
+
+    def parts_of(part: ModelPart, to_hidden: BackToHidden | None) -> LoadedParts:
+        return LoadedParts(config, part, to_hidden, weights_of(part), adapters, max_num_tokens, dtype, device)
+
+    to_hidden = None if mates is None else BackToHidden(mates, part, max_num_tokens, dtype, device)
+    parts = parts_of(part, to_hidden)
+    # Embedding and head are not cut: one rank draws tokens, and gathers nothing for it.
+    ends = parts if mates is None else parts_of(whole(config), None)
+    weights = ends.weights
+    loader = _Loader(parts, ends, AttentionLoader(parts, attention, places, max_model_len))
+    is_first, is_drawing = part.place.is_first_stage, part.place.rank == 0
     embedding = None
-    if is_first or (is_last and config.shares_embedding):
+    if is_first or (is_drawing and config.shares_embedding):
         embedding = weights.here(weights.tensors.embedding(dtype))
-    final_norm = weights.tensors.final_norm() if is_last else None
+    final_norm = weights.tensors.final_norm() if is_drawing else None
     positions = weights.tensors.positions(max_model_len) if is_first else None
 
     def layer(index: int) -> LayerWeights:
@@ -85,16 +97,17 @@ def load_decoder(
         table=loader.table(),
         layers=tuple(layer(index) for index in part.layers),
         final_norm=None if final_norm is None else parts.norm(final_norm),
-        head=loader.head(embedding) if is_last else None,
+        head=loader.head(embedding) if is_drawing else None,
     )
 
 
 class _Loader:
-    def __init__(self, parts: LoadedParts, layers: range, attention: AttentionLoader) -> None:
+    def __init__(self, parts: LoadedParts, ends: LoadedParts, attention: AttentionLoader) -> None:
         self._parts = parts
+        self._ends = ends
         self._attention = attention
         self._feed_forward = FeedForwardLoader(parts)
-        self._recurrence = RecurrenceLoader(parts, layers.start)
+        self._recurrence = RecurrenceLoader(parts)
         inputs, tokens = parts.config.layer_inputs, parts.max_num_tokens
         self._input_space = (
             None
@@ -158,22 +171,22 @@ class _Loader:
 
     def head(self, embedding: Tensor | None) -> DeviceLinear:
         """The product that gives the logits."""
-        if self._parts.config.shares_embedding:
+        if self._ends.config.shares_embedding:
             assert embedding is not None
-            head = self._parts.weights.product(embedding, None, is_exact=True)
+            head = self._ends.weights.product(embedding, None, is_exact=True)
         else:
-            head = self._parts.weights.linear(lambda read: (read.head(), read.head_bias()), is_exact=True)
-        tensors, config = self._parts.tensors.before_head(), self._parts.config.before_head
+            head = self._ends.weights.linear(lambda read: (read.head(), read.head_bias()), is_exact=True)
+        tensors, config = self._ends.tensors.before_head(), self._ends.config.before_head
         if tensors is None or config is None:
             return head
         weight, bias, norm = tensors
         feed = FeedForwardConfig(
-            intermediate_size=self._parts.config.hidden_size, activation=config.activation, is_gated=False
+            intermediate_size=self._ends.config.hidden_size, activation=config.activation, is_gated=False
         )
         before = DenseFeedForward(
-            self._parts.weights.product(weight, bias, is_exact=True),
+            self._ends.weights.product(weight, bias, is_exact=True),
             feed,
-            NormedLinear(self._parts.norm(norm), head),
+            NormedLinear(self._ends.norm(norm), head),
             self._feed_forward.space(feed.intermediate_size, feed.is_gated),
         )
         return before.of_all

@@ -15,11 +15,10 @@ from headway_kernels.states import Convolution
 
 
 class RecurrenceLoader:
-    """Layers that are alike share memory. ``first_layer``: of those whose states are here."""
+    """Layers that are alike share memory."""
 
-    def __init__(self, parts: LoadedParts, first_layer: int) -> None:
+    def __init__(self, parts: LoadedParts) -> None:
         self._parts = parts
-        self._first_layer = first_layer
         self._space = cache(lambda widths: RecurrenceSpace(widths, parts.max_num_tokens, parts.dtype, parts.device))
 
     def load(self, index: int, config: RecurrenceConfig) -> DeviceRecurrence:
@@ -53,5 +52,5 @@ class RecurrenceLoader:
                 if weight is not None
             },
         )
-        place = len(self._parts.config.recurrences(range(self._first_layer, index)))
+        place = len(self._parts.config.recurrences(range(self._parts.part.layers.start, index)))
         return DeviceRecurrence(config, place, weights, self._space(widths_of(config)))

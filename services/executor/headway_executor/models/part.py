@@ -9,7 +9,10 @@ as with one rank. In the fast form, the output and down projections are cut by t
 import itertools
 from dataclasses import dataclass
 
+import msgspec
+
 from headway_executor.backend import BackendConfigError
+from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.config import ModelConfig
 from headway_executor.rank_place import ALONE, RankPlace
 
@@ -44,6 +47,11 @@ class ModelPart:
         """This rank's key-value heads of a layer that has ``count`` of them."""
         first = self.place.tensor_rank * count // self.place.tensor_parallel
         return range(first, first + max(1, count // self.place.tensor_parallel))
+
+    def attention(self, of_all: AttentionConfig) -> AttentionConfig:
+        """Attention of this rank's heads alone."""
+        heads, kv_heads = self.heads_of(of_all.num_heads), self.kv_heads_of(of_all.num_kv_heads)
+        return msgspec.structs.replace(of_all, num_heads=len(heads), num_kv_heads=len(kv_heads))
 
     @property
     def own_hidden(self) -> range:

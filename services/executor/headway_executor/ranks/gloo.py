@@ -81,6 +81,14 @@ class GlooMeeting:
         place = self._place
         return self._exchange(f"stage {place.stage}", place.tensor_rank, place.tensor_parallel)
 
+    def devices_of_stage(self) -> Any:
+        """A torch.distributed.ProcessGroupNCCL of the GPUs of this rank's stage."""
+        place = self._place
+        store = _untyped.PrefixStore(f"devices of stage {place.stage}", self._store)
+        return _untyped.ProcessGroupNCCL(
+            store, place.tensor_rank, place.tensor_parallel, _untyped.ProcessGroupNCCL.Options()
+        )
+
     def tell(self, name: str, text: str) -> None:
         """Let the others know ``text``."""
         self._store.set(name, text)

@@ -4,6 +4,7 @@ Owns: who shares memory with whom, and what else goes which way. Must not know: 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -101,6 +102,15 @@ class RankGroup:
         return SharedRows(
             MeetingPlace(library, torch.zeros(POST_BYTES, dtype=torch.uint8), rank=0, size=1), OwnMemory()
         )
+
+    def devices_of_stage(self) -> Any:
+        """See ``GlooMeeting.devices_of_stage``. Raises ``BackendConfigError``: ranks may be on other hosts."""
+        if self._on_host is None:
+            raise BackendConfigError(
+                f"tensor_parallel {self.place.tensor_parallel} is not allowed with device 'cuda' and rank_transport zmq; "
+                "allowed: 1, or ranks of one host"
+            )
+        return self._on_host.devices_of_stage()
 
     def stage_channels(self, slot_bytes: int) -> tuple[Channel | None, Channel | None]:
         """From the stage before, and to the stage behind; messages of at most ``slot_bytes`` go in one piece."""
