@@ -10,7 +10,8 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from checkpoints import make_checkpoint
+from checkpoints import VOCAB_SIZE, make_checkpoint
+from decoder_driver import write_checkpoint
 from e2e.running_server import free_port
 from group_backend import GroupBackend, InlineGroup, told
 from headway_conformance import SCENARIOS, check
@@ -22,6 +23,7 @@ from headway_executor.gpu.stage_mates import OverNccl
 from headway_executor.rank_place import RankPlace
 from headway_executor.ranks.gloo import GlooMeeting
 from kept_graphs import KeptGraphs
+from quantised_checkpoints import KINDS, quantise
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,7 +120,7 @@ def test_so_they_do_with_other_settings(settings, tmp_path):
             for family in (
                 *("gemma2", "gpt2", "cohere2", "qwen3-bias", "gpt_neox", "falcon-40b", "phi3", "nanochat", "opt-350m"),
                 *("apertus", "starcoder2", "smollm3", "granite", "mixtral", "gpt_oss", "llama4", "afmoe", "phimoe"),
-                *("deepseek_v3", "laguna", "gemma4-shared"),
+                *("deepseek_v3", "laguna", "mimo_v2", "gemma4-shared"),
             )
         ),
     ],
@@ -131,6 +133,22 @@ def test_devices_that_compute_layers_together_draw_the_tokens_of_one(family, sta
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
     for (_, these), (_, those) in zip(found, alone, strict=True):
         assert_allclose([line[0] for line in these], [line[0] for line in those], atol=1e-4)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_they_do_with_parts_of_the_codes_of_a_checkpoint(kind, tmp_path):
+    directory = write_checkpoint(
+        tmp_path,
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=16,
+        vocab_size=VOCAB_SIZE,
+        architectures=["LlamaForCausalLM"],
+    )
+    quantise(directory, kind)
+    found, alone = told(stages(tensor_parallel=2), tmp_path, **SETTINGS), told(TritonBackend(), tmp_path, **SETTINGS)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
 
 
 @pytest.mark.parametrize("kind", [Late, Recorded])

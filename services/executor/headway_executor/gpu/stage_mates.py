@@ -52,11 +52,18 @@ class OverNccl:
     def gather(self, own: Tensor, cut: Cut, out: Tensor) -> None:
         """See ``DeviceMates``."""
         num_tokens, width = len(own), max(map(len, cut))
-        sent = self._sent[: num_tokens * width].view(num_tokens, width)
-        sent[:, : own.shape[1]].copy_(own)
+        if are_even := len(cut) * width == cut[-1].stop:
+            sent = own.contiguous()  # It is: what kernels write stands together.
+        else:
+            sent = self._sent[: num_tokens * width].view(num_tokens, width)
+            sent[:, : own.shape[1]].copy_(own)
         received = self._received[: len(cut) * sent.numel()]
         self._ranks._allgather_base(received, sent.view(-1)).wait()  # noqa: SLF001 - torch has no public name for it
-        for columns, part in zip(cut, received.view(len(cut), num_tokens, width), strict=True):
+        parts = received.view(len(cut), num_tokens, width)
+        if are_even:
+            out.unflatten(1, (len(cut), width)).copy_(parts.transpose(0, 1))
+            return
+        for columns, part in zip(cut, parts, strict=True):
             out[:, columns.start : columns.stop].copy_(part[:, : len(columns)])
 
 
