@@ -3,9 +3,11 @@
 Where there is a device, both stages share it, as threads of one process, which could not record graphs at once.
 """
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import msgspec
 import pytest
 import torch
 from numpy.testing import assert_allclose
@@ -22,6 +24,7 @@ from headway_executor.gpu.readback import Readback
 from headway_executor.gpu.stage_mates import OverNccl
 from headway_executor.rank_place import RankPlace
 from headway_executor.ranks.gloo import GlooMeeting
+from headway_executor.ranks.group import RankGroup
 from kept_graphs import KeptGraphs
 from quantised_checkpoints import KINDS, quantise
 
@@ -159,6 +162,43 @@ def test_so_they_do_as_on_a_device(kind, tmp_path):
     assert told(several, tmp_path, **SETTINGS) == alone
     together = told(InlineGroup(tensor_parallel=2, kind=kind), tmp_path, **SETTINGS)
     assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
+
+
+class NoNccl:
+    """Stands for torch's group of GPUs."""
+
+    Options = object
+
+    def __init__(self, store, rank, size, options):
+        self.ranks = (rank, size)
+
+
+def test_devices_meet_on_one_host_and_with_nccl(monkeypatch):
+    place = RankPlace(rank=0, tensor_parallel=2, rendezvous=f"127.0.0.1:{free_port()}")
+
+    def joined(rank):
+        own = msgspec.structs.replace(place, rank=rank)
+        return RankGroup(own, None)
+
+    with ThreadPoolExecutor(2) as ranks:
+        group, other = ranks.map(joined, range(2))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NoNccl, raising=False)
+    assert group.devices_of_stage().ranks == (0, 2)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(
+        BackendConfigError, match="tensor_parallel 2 is not allowed with device 'cuda'; this PyTorch is bu"
+    ):
+        group.devices_of_stage()
+    group._on_host = None
+    with pytest.raises(
+        BackendConfigError, match="with device 'cuda' and rank_transport zmq; allowed: 1, or ranks of one"
+    ):
+        group.devices_of_stage()
+    for each in (group, other):
+        each.close()
 
 
 @pytest.mark.parametrize("cut", [(range(3), range(3, 6)), (range(4), range(4, 6))], ids=["even", "uneven"])

@@ -2,10 +2,11 @@
 
 Owns: the rendezvous on loopback. Must not know: models, steps, who shares memory.
 
-The rendezvous and gloo ask nobody for a key, so they stay on this host's loopback.
+The rendezvous, gloo and NCCL ask nobody for a key, so they stay on this host's loopback.
 """
 
 import ipaddress
+import os
 import socket
 from datetime import timedelta
 from typing import Any
@@ -84,6 +85,8 @@ class GlooMeeting:
     def devices_of_stage(self) -> Any:
         """A torch.distributed.ProcessGroupNCCL of the GPUs of this rank's stage."""
         place = self._place
+        # NCCL asks nobody for a key either, and would listen on another interface.
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         store = _untyped.PrefixStore(f"devices of stage {place.stage}", self._store)
         return _untyped.ProcessGroupNCCL(
             store, place.tensor_rank, place.tensor_parallel, _untyped.ProcessGroupNCCL.Options()

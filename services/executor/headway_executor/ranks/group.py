@@ -104,12 +104,12 @@ class RankGroup:
         )
 
     def devices_of_stage(self) -> Any:
-        """See ``GlooMeeting.devices_of_stage``. Raises ``BackendConfigError``: ranks may be on other hosts."""
+        """See ``GlooMeeting.devices_of_stage``. Raises ``BackendConfigError``: ranks may be on other hosts, or lack NCCL."""
+        refused = f"tensor_parallel {self.place.tensor_parallel} is not allowed with device 'cuda'"
         if self._on_host is None:
-            raise BackendConfigError(
-                f"tensor_parallel {self.place.tensor_parallel} is not allowed with device 'cuda' and rank_transport zmq; "
-                "allowed: 1, or ranks of one host"
-            )
+            raise BackendConfigError(f"{refused} and rank_transport zmq; allowed: 1, or ranks of one host")
+        if not torch.distributed.is_nccl_available():
+            raise BackendConfigError(f"{refused}; this PyTorch is built without NCCL, so allowed: 1")
         return self._on_host.devices_of_stage()
 
     def stage_channels(self, slot_bytes: int) -> tuple[Channel | None, Channel | None]:
