@@ -61,7 +61,7 @@ class OverNccl:
         self._ranks._allgather_base(received, sent.view(-1)).wait()  # noqa: SLF001 - torch has no public name for it
         parts = received.view(len(cut), num_tokens, width)
         if are_even:
-            out.unflatten(1, (len(cut), width)).copy_(parts.transpose(0, 1))
+            out.view(num_tokens, len(cut), width).copy_(parts.transpose(0, 1))
             return
         for columns, part in zip(cut, parts, strict=True):
             out[:, columns.start : columns.stop].copy_(part[:, : len(columns)])
