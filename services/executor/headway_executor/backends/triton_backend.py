@@ -62,7 +62,7 @@ from headway_proto.step import BackendInfo
 class TritonBackend:
     """The ``ExecutorBackend`` for Triton.
 
-    Of several ranks, each has a stage of the layers and a device; see ``gpu.device_stage``.
+    Of several ranks, each has a device, and a part of the model; see ``gpu.device_stage`` and ``gpu.stage_mates``.
 
     Options: ``activations``: see ``gpu.device_weights``; ``chunk_attention``: see ``gpu.chunk_library``; ``graphs``, "auto" or
     "off"; ``rank_transport``: see ``backends.joining``; ``step_log``, a file with a line per step; ``tuning``: see ``gpu.tuning_file``;

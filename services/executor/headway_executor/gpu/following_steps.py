@@ -1,4 +1,4 @@
-"""The steps of a device whose stage draws no tokens: another rank does, and tells them.
+"""The steps of a device that draws no tokens: another rank does, and tells them.
 
 Owns: what such a rank knows of its rows. Must not know: sampling, constraints, how a kernel computes.
 """
