@@ -234,6 +234,9 @@ MAY_GROW = (
     # The newest of many.
     _MayGrow("len(engine.administration._ended)", lambda world: administration.MAX_REMEMBERED_ENDS, "the newest ids"),
     _MayGrow("len(engine.fleet.brake._suspicions)", lambda world: brake.MAX_SUSPICIONS, "of who lost a gateway"),
+    _MayGrow(
+        "len(engine.fleet.brake._verdicts)", lambda world: brake.MAX_VERDICTS, "for a gateway that loses its link"
+    ),
     _MayGrow("len(engine.fleet.*queue._tenants)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"),
     _MayGrow("len(engine.fleet.*queue._idle)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"),
     _MayGrow(

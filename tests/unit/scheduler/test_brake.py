@@ -1,6 +1,6 @@
 """Who is to blame for lost executors: by losses and progress alone."""
 
-from headway_scheduler.cells.brake import LONGEST_PAUSE_S, MAX_SUSPICIONS, Brake, FailurePause
+from headway_scheduler.cells.brake import LONGEST_PAUSE_S, MAX_SUSPICIONS, MAX_VERDICTS, Brake, FailurePause
 from headway_scheduler.cells.live_sequences import Name
 
 A, B, C = Name("a", 0), Name("b", 0), Name("c", 0)
@@ -77,3 +77,14 @@ def test_memory_is_bounded() -> None:
         lost(brake, *((Name(str(number), 0), 1) for number in range(MAX_SUSPICIONS + 10)))
     assert len(brake.suspects) <= MAX_SUSPICIONS
     assert len(brake._suspicions) == MAX_SUSPICIONS
+
+
+def test_verdicts_are_kept_for_the_names_found_guilty_last() -> None:
+    brake = Brake(num_trial_tokens=3)
+    names = [Name(str(number), 0) for number in range(MAX_VERDICTS + 1)]
+    for name in names:
+        brake.convict(name, f"{name.request_id} did it")
+    assert brake.submitted(names[0], has_run=True) is None
+    assert brake.submitted(names[-1], has_run=True) == f"{MAX_VERDICTS} did it"
+    assert brake.submitted(names[-1], has_run=False) is None, "another request of this name"
+    assert brake.submitted(names[-1], has_run=True) is None
