@@ -211,6 +211,9 @@ def test_what_devices_give_over_the_collectives_of_torch_is_put_side_by_side(cut
         ranks = GlooMeeting(place, 60.0).stage()._ranks
         mates, found = OverNccl(ranks, 20, torch.float32, torch.device("cpu")), torch.empty(5, 6)
         mates.gather(whole[:, cut[number].start : cut[number].stop], cut, found)
+        drawn = torch.tensor([number, 7 + number], dtype=torch.int32)
+        mates.share(drawn)
+        assert drawn.tolist() == [0, 7]
         return found
 
     with ThreadPoolExecutor(2) as ranks:
@@ -225,6 +228,12 @@ def test_what_devices_give_over_the_collectives_of_torch_is_put_side_by_side(cut
 def test_stages_conform(scenario, tmp_path):
     kind = {"device": DEVICE, "dtype": "float32", "options": {"graphs": "off"}}
     check(scenario, lambda: GroupBackend(pipeline_parallel=2, kind=Late), directory=tmp_path, **kind)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_devices_that_compute_layers_together_conform(scenario, tmp_path):
+    check(scenario, lambda: GroupBackend(tensor_parallel=2, kind=Late), directory=tmp_path, dtype="float32")
 
 
 @pytest.mark.parametrize(

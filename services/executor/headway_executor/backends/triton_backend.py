@@ -32,6 +32,7 @@ from headway_executor.gpu.following_steps import FollowingSteps
 from headway_executor.gpu.open_model import OpenModel, StepLauncher
 from headway_executor.gpu.preparation import open_pools, record_graphs
 from headway_executor.gpu.runtime import runtime_for
+from headway_executor.gpu.tokens_among_mates import TokensAmongMates
 from headway_executor.host.device_errors import translating
 from headway_executor.models.adapters import ModelAdapters, on_device
 from headway_executor.models.config import ModelConfig
@@ -51,7 +52,7 @@ from headway_executor.models.stored_names import as_stored
 from headway_executor.models.tensor_shapes import check_tensors, expected_tensors
 from headway_executor.ranks.group import RankGroup
 from headway_executor.sampling.constraints.rows import ConstrainedRows, compiler_for
-from headway_executor.sampling.drawn_tokens import DrawnTokensOut, drawn_channel
+from headway_executor.sampling.drawn_tokens import DrawnTokensIn, DrawnTokensOut, drawn_channel
 from headway_executor.setting_checks import TRITON, check_settings, option_of
 from headway_kernels.gpu.linear.float8 import is_native
 from headway_proto.adapters import LoadedAdapter
@@ -217,13 +218,14 @@ def _constraints(config: BackendConfig, model_config: ModelConfig) -> Constraine
 
 def _steps(config: BackendConfig, parts: DeviceParts, constraints: ConstrainedRows | None) -> StepLauncher:
     """What this rank does in a step; ``constraints``: of the rank that draws tokens."""
-    group = parts.stage.group
-    drawn = None if group is None else drawn_channel(group, config)
+    group, mates = parts.stage.group, parts.mates
     stage = DeviceStage(parts.stage, parts.runtime, parts.target.decoder.hidden)
+    among = TokensAmongMates(parts, mates) if mates is not None and config.place.pipeline_parallel == 1 else None
+    drawn = None if group is None or among is not None else drawn_channel(group, config)
     if constraints is not None:
-        return DrawingSteps(parts, stage, constraints, None if drawn is None else DrawnTokensOut(drawn))
-    assert drawn is not None
-    return FollowingSteps(parts, stage, drawn)
+        return DrawingSteps(parts, stage, constraints, among, None if drawn is None else DrawnTokensOut(drawn))
+    told = None if drawn is None else DrawnTokensIn(drawn, parts.rows.write, config.place)
+    return FollowingSteps(parts, stage, among, told)
 
 
 def _draft_settings(config: BackendConfig, settings: ModelSettings) -> ModelSettings | None:

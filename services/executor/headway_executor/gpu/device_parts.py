@@ -94,6 +94,8 @@ class DeviceParts:
             runtime, vocab_size=vocab_size, max_num_rows=max_num_rows, max_num_draws=self.most_rows
         )
         self.prompt_reader = PromptReader(runtime, vocab_size=vocab_size, max_num_rows=max_num_rows)
+        self.mates = None if files.part.is_whole_stage else self._mates(files)
+        """Who has other parts of the same layers."""
         self.target = self._loaded(files, self.most_rows, self.adapters, option_of(config, TRITON, OPTION))
         self.states = self.target.decoder.states
         """Of rows, in a model that has some."""
@@ -208,7 +210,7 @@ class DeviceParts:
             model_config,
             files.weights,
             files.part,
-            None if files.part.is_whole_stage else self._mates(files),
+            None if files.part.is_whole_stage else self.mates,
             max_model_len=max_model_len,
             dtype=dtype,
             tunings=self._tunings,

@@ -17,6 +17,7 @@ from headway_executor.gpu.open_model import nothing_drawn
 from headway_executor.gpu.running_rows import RunningRows
 from headway_executor.gpu.speculation import DeviceSpeculation, Drafted, LookedUp, SpeculativeStep
 from headway_executor.gpu.step_columns import StepShape, shape_of
+from headway_executor.gpu.tokens_among_mates import TokensAmongMates
 from headway_executor.sampling.constraints.rows import ConstrainedRows
 from headway_executor.sampling.drawn_tokens import DrawnTokensOut
 from headway_executor.sampling.prompt_logprobs import PromptReports
@@ -27,13 +28,19 @@ from headway_proto.step import RowPromptLogprobs
 
 
 class DrawingSteps:
-    """A ``StepLauncher``. ``others``: whom it tells what it drew, or None."""
+    """A ``StepLauncher``. ``mates`` and ``others``: to whom it gives what it drew, on the device or from the host, or None."""
 
     def __init__(
-        self, parts: DeviceParts, stage: DeviceStage, constraints: ConstrainedRows, others: DrawnTokensOut | None
+        self,
+        parts: DeviceParts,
+        stage: DeviceStage,
+        constraints: ConstrainedRows,
+        mates: TokensAmongMates | None,
+        others: DrawnTokensOut | None,
     ) -> None:
         self._parts = parts
         self._stage = stage
+        self._mates = mates
         self._others = others
         adapters = None if parts.adapters is None else parts.adapters.adapters
         self._running = RunningRows(Refusals(parts.vocab_size), parts.sampler, constraints, adapters)
@@ -58,6 +65,8 @@ class DrawingSteps:
         if not shape.num_sampled:
             return lambda: StepResult(sampled_token_ids=EMPTY_COLUMN, prompt_logprobs=prompts())
         drawn = self._parts.sampler.drawn(sampled_rows) if has_drawn else self._sampled(sampled_rows)
+        if self._mates is not None:
+            self._mates.share(shape.num_sampled)
         if self._speculation is not None:
             self._speculation.proposer.draw(batch, drawn, self._parts.runtime.mark())
         refused = self._running.refusals.among(sampled_rows)

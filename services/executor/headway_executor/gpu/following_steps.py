@@ -13,25 +13,29 @@ from headway_executor.gpu.device_parts import DeviceParts
 from headway_executor.gpu.device_stage import DeviceStage
 from headway_executor.gpu.open_model import nothing_drawn
 from headway_executor.gpu.step_columns import shape_of
-from headway_executor.ranks.channel import Channel
+from headway_executor.gpu.tokens_among_mates import TokensAmongMates
 from headway_executor.sampling.drawn_tokens import DrawnTokensIn
 from headway_executor.sampling.refusals import Refusals
 from headway_proto.columns import Int32Array
 
 
 class FollowingSteps:
-    """A ``StepLauncher``. Its answers have the right number of tokens, all 0. Tokens come by ``drawn``."""
+    """A ``StepLauncher``. Its answers have the right number of tokens, all 0. Tokens come from ``mates``, or else by ``drawn``."""
 
-    def __init__(self, parts: DeviceParts, stage: DeviceStage, drawn: Channel) -> None:
+    def __init__(
+        self, parts: DeviceParts, stage: DeviceStage, mates: TokensAmongMates | None, drawn: DrawnTokensIn | None
+    ) -> None:
         self._parts = parts
         self._stage = stage
-        self._drawn = DrawnTokensIn(drawn, parts.rows.write, parts.config.place)
+        self._mates = mates
+        self._drawn = drawn
         self._refusals = Refusals(parts.vocab_size)
 
     def run(self, batch: StepBatch) -> Callable[[], StepResult]:
         """See ``StepLauncher``."""
         self._refusals.forget(batch.finished_rows)
-        self._drawn.take_in(batch)
+        if self._drawn is not None:
+            self._drawn.take_in(batch)
         new_rows = tuple(
             [
                 msgspec.structs.replace(new, token_ids=self._refusals.admit(new.row, new.token_ids))
@@ -45,7 +49,9 @@ class FollowingSteps:
         self._stage.receive(shape.num_tokens)
         self._parts.launch(batch, shape)
         pass_on = self._stage.pass_on(shape.num_tokens)
-        if shape.num_sampled:
+        if shape.num_sampled and self._mates is not None:
+            self._mates.share(shape.num_sampled)
+        if shape.num_sampled and self._drawn is not None:
             self._drawn.expect(batch.rows[batch.samples != 0], shape.num_sampled)
 
         def build() -> StepResult:

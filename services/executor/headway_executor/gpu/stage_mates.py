@@ -25,16 +25,27 @@ class DeviceMates(Protocol):
         """Fill ``out``, ``[tokens, all columns]``, with ``own`` of all, ``[tokens, own columns]``."""
         ...
 
+    def share(self, values: Tensor) -> None:
+        """Fill ``values``, ``[n]``, with those of the first."""
+        ...
+
 
 class InMainMemory:
     """``DeviceMates`` of devices whose memory is main memory: Triton's interpreter."""
 
-    def __init__(self, columns: ColumnMates) -> None:
+    def __init__(self, columns: ColumnMates, size: int) -> None:
         self._columns = columns
+        self._size = size
 
     def gather(self, own: Tensor, cut: Cut, out: Tensor) -> None:
         """See ``DeviceMates``."""
         out.copy_(self._columns.gather(own, cut))
+
+    def share(self, values: Tensor) -> None:
+        """See ``DeviceMates``."""
+        each = len(values)
+        cut = tuple(range(first, first + each) for first in range(0, self._size * each, each))
+        values.copy_(self._columns.gather(values.view(1, -1), cut)[0, :each])
 
 
 class OverNccl:
@@ -65,6 +76,10 @@ class OverNccl:
             return
         for columns, part in zip(cut, parts, strict=True):
             out[:, columns.start : columns.stop].copy_(part[:, : len(columns)])
+
+    def share(self, values: Tensor) -> None:
+        """See ``DeviceMates``."""
+        self._ranks.broadcast([values]).wait()
 
 
 class BackToHidden:
@@ -122,5 +137,5 @@ def mates_of(
     if group is None or group.place.tensor_parallel == 1:
         return None
     if device.type == "cpu":
-        return InMainMemory(group.columns)
+        return InMainMemory(group.columns, group.place.tensor_parallel)
     return OverNccl(group.devices_of_stage(), most_numbers, dtype, device)
