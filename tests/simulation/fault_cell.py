@@ -64,8 +64,8 @@ class CellWatch:
         self._on_epoch, self._on_lost = cell._on_epoch, cell._on_lost
         cell._on_epoch = self._watched_epoch  # type: ignore[method-assign]
         cell._on_lost = self._watched_lost  # type: ignore[method-assign]
-        self._slot = EXECUTOR
-        """The place of its executor."""
+        self._slot: int | None = EXECUTOR
+        """The place of its executor; None: of one that was gone before it joined, by what it had said long before."""
         self._is_told = False
         """Whether what is acted on now tells that the executor has a wrong table."""
         self._drained_at: tuple[int, int] | None = None
@@ -108,8 +108,7 @@ class CellWatch:
     def _watched_epoch(self, event: EpochOpened, now: float) -> None:
         if event.reason == "an executor joined":
             executor = self._world.executor_named(self.cell.link.peer or b"")
-            if executor is not None:  # else it is gone already
-                self._slot = executor.slot
+            self._slot = None if executor is None else executor.slot
         elif event.reason != USED_WRONG_BLOCKS or not self._world.num_flips:
             self._check_undisturbed(f"it begins an epoch: {event.reason}")
         self._on_epoch(event, now)
@@ -119,7 +118,8 @@ class CellWatch:
         self._on_lost(event, now)
 
     def _check_undisturbed(self, what: str) -> None:
-        invariants.undisturbed(self._slot in self._world.disturbed, self.cell.number, what)
+        is_disturbed = self._slot is None or self._slot in self._world.disturbed
+        invariants.undisturbed(is_disturbed, self.cell.number, what)
 
     def drain(self, *, is_draining: bool) -> None:
         """Remember when it began to drain."""
