@@ -260,7 +260,9 @@ MAY_GROW = (
     _MayGrow("len(engine.statistics.ends)", lambda world: 5, "one count for each way to end"),
     _MayGrow("len(engine.fleet.transit._cores[].*counters.*)", lambda world: 6, "one count for each reason"),
     # With a wrong table, a step may also read where the model has nothing.
-    _MayGrow("len(executor.statistics.failures)", lambda world: 2 + (world.num_flips > 0), "one for each kind of error"),
+    _MayGrow(
+        "len(executor.statistics.failures)", lambda world: 2 + (world.num_flips > 0), "one for each kind of error"
+    ),
     _MayGrow("len(engine.statistics._totals)", lambda world: 2, "the newest marks"),
     _MayGrow("len(engine.statistics.*_s._marks)", lambda world: 12, "the newest marks"),
     # One for each life of a peer, or each time that one said hello.
