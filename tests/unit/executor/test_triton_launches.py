@@ -276,7 +276,7 @@ def test_the_parts_of_a_step_that_are_timed_alone_are_the_whole_step(model):
         with logged() as after:
             opened.parts.target.forward(size)
     assert Counter(launch.passed for launch in again.launches) == Counter(launch.passed for launch in whole.launches)
-    layers = opened.parts.model_config.layers
+    layers = opened.parts.settings.model_config.layers
     for kind, are_there in (
         ("qkv", [layer.attends for layer in layers]),
         ("recurrence", [layer.recurrence is not None for layer in layers]),

@@ -12,8 +12,7 @@ import torch
 
 from headway_executor.backend import BackendConfig, BackendConfigError
 from headway_executor.checkpoint.weights import Checkpoint
-from headway_executor.memory.host_pool import num_host_blocks
-from headway_executor.memory.kv_pool import CODES, KvPool, num_pool_blocks
+from headway_executor.memory.kv_pool import CODES, KvPool
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters, on_device
 from headway_executor.models.compiled import CompiledModel, kernels_lack, library_for, part_for
@@ -26,10 +25,11 @@ from headway_executor.models.forward import ForwardPass
 from headway_executor.models.kv_layout import KvLayout, vectors_layout
 from headway_executor.models.model_settings import ModelSettings, require_head, require_head_of_draft
 from headway_executor.models.part import ModelPart, part_of
+from headway_executor.models.pool_sizes import pool_sizes
 from headway_executor.models.recurrence import RowStates
 from headway_executor.models.rope import interleaved
 from headway_executor.models.stage import stage_of
-from headway_executor.models.state_memory import check_draft, check_speculation, counting_blocks, states_of
+from headway_executor.models.state_memory import check_draft, check_speculation, states_of
 from headway_executor.models.stored_names import as_stored
 from headway_executor.models.tensor_shapes import check_tensors
 from headway_executor.ranks.group import RankGroup
@@ -235,32 +235,23 @@ class _Places:
         return states_of(model_config, self.part.layers, self.config, self.device, self.group)
 
     def pool(self, layout: KvLayout, states: RowStates | None) -> KvPool:
-        """Make it; all ranks have as many blocks. A model with ``states`` has no blocks outside: they would not suffice."""
-        config, place = self.config, self.config.place
-        model_config, block_bytes = self.settings.model_config, layout.block_bytes
-        num_blocks = num_pool_blocks(
+        """Make it, in the size that all ranks have."""
+        config, device = self.config, self.device
+        num_blocks, num_beside = pool_sizes(
             config,
-            max_model_len=self.settings.max_model_len,
-            block_bytes=block_bytes + self.block_bytes_beside,
-            device=self.device,
-            bytes_beside=0 if states is None else states.num_bytes,
+            self.settings,
+            states,
+            self.group,
+            device,
+            block_bytes=layout.block_bytes,
+            block_bytes_beside=self.block_bytes_beside,
         )
-        num_blocks = counting_blocks(model_config, config, num_blocks, self.settings.max_model_len)
-        num_beside = num_host_blocks(
-            swap_space_mib=config.swap_space_mib if states is None else 0,
-            block_bytes=block_bytes,
-            num_device_blocks=num_blocks,
-            device=self.device,
-            num_ranks=place.size,
-        )
-        if self.group is not None:
-            num_blocks, num_beside = self.group.least([num_blocks, num_beside])
         return KvPool(
             num_layers=layout.num_layers,
             num_blocks=num_blocks,
             block_size=config.block_size,
             block=layout.block,
-            device=self.device,
+            device=device,
             num_host_blocks=num_beside,
             host_memory=config.host_memory,
             part_of=self.part.in_words,

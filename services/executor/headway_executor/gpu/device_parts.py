@@ -74,7 +74,7 @@ class DeviceParts:
         self.runtime = runtime
         self.stage = stage_of(files.part, group, dtype=dtype, most_tokens=config.max_num_batched_tokens)
         self.max_model_len = max_model_len
-        self.model_config = model_config
+        self.settings = files.settings
         self.vocab_size = vocab_size = model_config.vocab_size
         self._tunings = tunings_of(config.options.get("tuning", AUTO), runtime.device)
         max_num_rows = config.max_num_seqs
@@ -94,7 +94,7 @@ class DeviceParts:
             runtime, vocab_size=vocab_size, max_num_rows=max_num_rows, max_num_draws=self.most_rows
         )
         self.prompt_reader = PromptReader(runtime, vocab_size=vocab_size, max_num_rows=max_num_rows)
-        self.mates = None if files.part.is_whole_stage else self._mates(files)
+        self.mates = self._mates(files)
         """Who has other parts of the same layers."""
         self.target = self._loaded(files, self.most_rows, self.adapters, option_of(config, TRITON, OPTION))
         self.states = self.target.decoder.states
@@ -153,7 +153,7 @@ class DeviceParts:
         self, files: ModelFiles, most_rows: int, adapters: DeviceAdapters | None, chunk_attention: str
     ) -> DeviceModel:
         """A model over these rows and columns."""
-        config, (model_config, dtype, *_) = self.config, files.settings
+        config, (model_config, dtype, _) = self.config, files.settings
         layout = vectors_layout(model_config, files.part, config.block_size, dtype, config.kv_cache_dtype)
 
         def tuning_of(attention: AttentionConfig) -> AttentionTuning:
@@ -210,7 +210,7 @@ class DeviceParts:
             model_config,
             files.weights,
             files.part,
-            None if files.part.is_whole_stage else self.mates,
+            self.mates,
             max_model_len=max_model_len,
             dtype=dtype,
             tunings=self._tunings,

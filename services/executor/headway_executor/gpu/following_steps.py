@@ -5,7 +5,6 @@ Owns: what such a rank knows of its rows. Must not know: sampling, constraints, 
 
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 
 from headway_executor.backend import StepBatch, StepResult
@@ -36,13 +35,7 @@ class FollowingSteps:
         self._refusals.forget(batch.finished_rows)
         if self._drawn is not None:
             self._drawn.take_in(batch)
-        new_rows = tuple(
-            [
-                msgspec.structs.replace(new, token_ids=self._refusals.admit(new.row, new.token_ids))
-                for new in batch.new_rows
-            ]
-        )
-        self._parts.rows.apply(new_rows, batch.new_blocks)
+        self._parts.rows.apply(self._refusals.admitted(batch.new_rows), batch.new_blocks)
         if not len(batch.rows):
             return nothing_drawn
         shape = shape_of(batch)

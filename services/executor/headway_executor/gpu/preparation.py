@@ -15,9 +15,7 @@ from headway_executor.gpu.device_parts import DeviceParts
 from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.largest_step import any_row, largest_step
 from headway_executor.gpu.step_columns import StepShape, shape_of
-from headway_executor.memory.host_pool import num_host_blocks
-from headway_executor.memory.kv_pool import num_pool_blocks
-from headway_executor.models.state_memory import counting_blocks
+from headway_executor.models.pool_sizes import pool_sizes
 from headway_kernels.gpu.linear.skinny import MOST_TOKENS
 
 _POOL_SHARE = 0.94
@@ -31,26 +29,18 @@ def open_pools(parts: DeviceParts) -> BlockMover:
     if parts.runtime.is_cuda:
         config.progress("trying the largest step", 0, 1)
         try_largest_step(parts)
-    num_blocks = num_pool_blocks(
+    block_bytes = parts.target.block_bytes
+    num_blocks, num_host_blocks = pool_sizes(
         config,
-        max_model_len=parts.max_model_len,
-        block_bytes=sum(model.block_bytes for model in parts.models),
-        device=parts.runtime.device,
+        parts.settings,
+        parts.states,
+        parts.stage.group,
+        parts.runtime.device,
+        block_bytes=block_bytes,
+        block_bytes_beside=sum(model.block_bytes for model in parts.models) - block_bytes,
         device_share=_POOL_SHARE,
-        bytes_beside=0 if parts.states is None else parts.states.num_bytes,
     )
-    num_blocks = counting_blocks(parts.model_config, config, num_blocks, parts.max_model_len)
-    num_beside = num_host_blocks(
-        # Blocks outside would not suffice for what has states.
-        swap_space_mib=config.swap_space_mib if parts.states is None else 0,
-        block_bytes=parts.target.block_bytes,
-        num_device_blocks=num_blocks,
-        device=parts.runtime.device,
-        num_ranks=config.place.size,
-    )
-    if parts.stage.group is not None:
-        num_blocks, num_beside = parts.stage.group.least([num_blocks, num_beside])
-    return parts.open_pools(num_blocks, num_host_blocks=num_beside)
+    return parts.open_pools(num_blocks, num_host_blocks=num_host_blocks)
 
 
 def record_graphs(parts: DeviceParts) -> None:

@@ -5,8 +5,6 @@ Owns: how a row enters and leaves the parts that know something of it. Must not 
 
 from collections import deque
 
-import msgspec
-
 from headway_executor.backend import NewRow
 from headway_executor.gpu.device_sampler import DeviceSampler, DrawnTokens
 from headway_executor.gpu.runtime import Mark
@@ -30,9 +28,7 @@ class RunningRows:
 
     def enter(self, new_rows: tuple[NewRow, ...]) -> tuple[NewRow, ...]:
         """Rows begin; return them with tokens that a model can compute. What cannot run is among ``refusals``."""
-        admitted = tuple(
-            [msgspec.structs.replace(new, token_ids=self.refusals.admit(new.row, new.token_ids)) for new in new_rows]
-        )
+        admitted = self.refusals.admitted(new_rows)
         self.refusals.add(self._sampler.add_rows(admitted))
         for new in admitted:
             self._constraints.add(new.row, new.sampling.constraint, new.token_ids[new.num_prompt_tokens :])

@@ -17,7 +17,7 @@ from headway_proto.columns import Int32Array
 from headway_proto.wording import one_line
 
 _CPU_SHARE = 0.5
-_DEVICE_SHARE = 0.85
+DEVICE_SHARE = 0.85
 # Few, so that opening stays quick. In a large model they exceed a processor's cache, which would halve the time.
 _TIMED_BLOCKS = 16
 _TIMED_ROUNDS = 2
@@ -151,7 +151,7 @@ def num_pool_blocks(
     max_model_len: int,
     block_bytes: int,
     device: torch.device,
-    device_share: float = _DEVICE_SHARE,
+    device_share: float = DEVICE_SHARE,
     bytes_beside: int = 0,
 ) -> int:
     """Return the configured number of blocks, or as many as fit and can be used.

@@ -5,8 +5,10 @@ Owns: their errors. Must not know: the model, sampling.
 
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 
+from headway_executor.backend import NewRow
 from headway_proto.columns import Int32Array
 from headway_proto.step import ERRORED_ROW, RowError
 
@@ -27,6 +29,10 @@ class Refusals:
         first = int(token_ids[outside][0])
         self._messages[row] = f"token id {first} is not allowed; allowed: 0 to {self._vocab_size - 1}"
         return np.where(outside, np.int32(0), token_ids)
+
+    def admitted(self, new_rows: tuple[NewRow, ...]) -> tuple[NewRow, ...]:
+        """The same, of whole rows."""
+        return tuple([msgspec.structs.replace(new, token_ids=self.admit(new.row, new.token_ids)) for new in new_rows])
 
     def add(self, messages: Mapping[int, str]) -> None:
         """Refuse rows for other reasons."""
