@@ -149,9 +149,13 @@ class CellLoad:
         """Tokens of its prompt that need not be computed here."""
         return max(self._view.num_cached_tokens(query), query.request.num_swapped_tokens)
 
+    def prompts_s(self, num_tokens: int, num_cached_tokens: int) -> float | None:
+        """Seconds to compute so many tokens here if nothing decodes; None while step times are not known."""
+        return self._view.prefill_s(num_tokens, num_cached_tokens)
+
     def prefill_s(self, num_tokens: int, num_cached_tokens: int) -> float | None:
         """Seconds to compute so many tokens here, beside the rows that decode; None while step times are not known."""
-        prompts_s = self._view.prefill_s(num_tokens, num_cached_tokens)
+        prompts_s = self.prompts_s(num_tokens, num_cached_tokens)
         if prompts_s is None:
             return None
         decode_s = self._decodes_s

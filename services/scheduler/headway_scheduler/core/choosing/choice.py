@@ -58,19 +58,19 @@ def best_of(request: Request, choices: Sequence[CellLoad], policy: PlacementPoli
     """The best of ``choices``, at least one."""
     cached: list[int] = []
     waits: list[float] = []
-    error = LEAST_ERROR
+    error, is_speed_known = LEAST_ERROR, True
     for cell in choices:
         error = max(error, cell.relative_error)
         num_cached_tokens = cell.num_cached_tokens(query)
         num_tokens = cell.num_tokens_ahead + len(request.token_ids) - num_cached_tokens
         cached.append(num_cached_tokens)
         wait = cell.prefill_s(num_tokens, num_cached_tokens)
-        if wait is not None:
+        if wait is None:
+            is_speed_known = False
+        else:
             waits.append(wait)
-    if len(waits) < len(choices):
-        # A cell has not learned its speed.
-        num_known = len(request.token_ids)
-        waits = [float(cell.num_tokens_ahead + num_known - num) for cell, num in zip(choices, cached, strict=True)]
+    if not is_speed_known:
+        waits = _waits_without_speed(len(request.token_ids), choices, cached)
     # Predictions that differ by less than they err are level: then it goes where the fewest run.
     level = min(waits) * (1.0 + min(error, MOST_ERROR))
     best, best_rank = -1, (True, 0, 0)
@@ -81,3 +81,21 @@ def best_of(request: Request, choices: Sequence[CellLoad], policy: PlacementPoli
             if best < 0 or rank < best_rank:
                 best, best_rank = place, rank
     return Choice(choices[best], cached[best], choices[best].num_tokens_ahead)
+
+
+def _waits_without_speed(num_known: int, choices: Sequence[CellLoad], cached: list[int]) -> list[float]:
+    """Where a cell has not learned its speed: it is taken to be as fast as another. If none has, tokens count.
+
+    Were only tokens compared, one that has just joined would get nothing while others have the prompts in their caches,
+    however many requests run there, and would never learn.
+    """
+    tokens = [cell.num_tokens_ahead + num_known - num for cell, num in zip(choices, cached, strict=True)]
+    waits: list[float] = []
+    for cell, num_tokens, num in zip(choices, tokens, cached, strict=True):
+        wait = cell.prefill_s(num_tokens, num)
+        for other in choices:
+            wait = other.prompts_s(num_tokens, num) if wait is None else wait
+        if wait is None:
+            return [float(num_tokens) for num_tokens in tokens]
+        waits.append(wait)
+    return waits

@@ -277,10 +277,10 @@ class InFlightStep:
         return rows.difference(self.leavers)
 
     def runs(self, row: int) -> bool:
-        """Whether the request that has ``row`` is in this step."""
+        """Whether the request that has ``row`` is in this step, and so writes its blocks, whether or not that counts."""
         if row in self.leavers:
             return False
-        return self.samples(row) or any(chunk.row == row and chunk.counts for chunk in self.chunks)
+        return self.samples(row) or any(chunk.row == row for chunk in self.chunks)
 
     def disregard(self, request: Request) -> None:
         """What this step computes of the request's prompt does not count."""
