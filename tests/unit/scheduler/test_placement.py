@@ -141,7 +141,9 @@ def test_while_no_speed_is_known_tokens_decide() -> None:
     assert chosen(placement_of(new_request(1)), loads).cell == 0
 
 
-def test_a_cell_of_unknown_speed_is_as_fast_as_another_so_one_that_joins_gets_work_beside_one_with_every_prompt() -> None:
+def test_a_cell_of_unknown_speed_is_as_fast_as_another_so_one_that_joins_gets_work_beside_one_with_every_prompt() -> (
+    None
+):
     for step_us, expected in ((0.0, 0), (500.0, 1)):
         loads = cells(Core(cached=32, num_running=1, step_us=step_us), Core(us_per_token=None))
         assert chosen(placement_of(new_request(1, 40)), loads).cell == expected
