@@ -32,6 +32,9 @@ def quick_interpreter() -> Iterator[None]:
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
         patch.setattr(interpreter.InterpretedFunction, "__call__", call_function)
         patch.setattr(interpreter.GridExecutor, "__call__", _one_at_a_time(interpreter.GridExecutor.__call__))
+        patch.setattr(
+            interpreter.InterpretedFunction, "rewrite", _one_at_a_time(interpreter.InterpretedFunction.rewrite)
+        )
         patch.setattr(tl.core.tensor, "__init__", begin_tensor)
         patch.setattr(tl.core.block_type, "with_element_ty", with_element_type)
         patch.setattr(interpreter.InterpreterBuilder, "get_block_ty", known_block_type)
@@ -41,14 +44,16 @@ def quick_interpreter() -> Iterator[None]:
         yield
 
 
-def _one_at_a_time(launch):
-    """Triton's own changes its modules while it interprets a kernel, so that threads would disturb each other."""
-    is_interpreting = threading.Lock()
+def _one_at_a_time(function):
+    """Triton's own changes its modules while it interprets a kernel, so that threads would disturb each other. CPython 3.11 fails
+    where two of them parse a source (issue 106905 there).
+    """
+    is_busy = threading.Lock()
 
-    @functools.wraps(launch)
+    @functools.wraps(function)
     def waited(*arguments, **named):
-        with is_interpreting:
-            return launch(*arguments, **named)
+        with is_busy:
+            return function(*arguments, **named)
 
     return waited
 

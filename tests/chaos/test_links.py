@@ -135,6 +135,8 @@ def no_proxy(monkeypatch):
     monkeypatch.setenv("no_grpc_proxy", "10.0.0.0/8,127.0.0.1")
 
 
+NUM_ROUNDS = 3
+"""Of which the best counts: whatever else the machine does only adds."""
 ALONE = {"scheduler": "a", "executor": "b", "gateway": "c"}
 TWO_HOSTS = {"scheduler": "a", "executor": "b", "gateway": "a"}
 
@@ -146,13 +148,16 @@ async def _measured(network, placed, step_us, delays_ms, row, rng) -> list[tuple
             network.delay("*", "*", delay_ms)
             network.delay(placed["gateway"], CLIENT, 0)
             await asyncio.sleep(0.3)
-            streams = jobs(8, rng, prompt=(8, 24), output=(40, 40))
-            await asyncio.gather(*(stream.follow(client) for stream in streams))
-            assert_equal_to_undisturbed(streams, oracle)
-            first_s = statistics.median(stream.times[0] - stream.opened_at for stream in streams)
-            gap_s = statistics.median((stream.times[-1] - stream.times[0]) / 39 for stream in streams)
-            found.append((first_s * 1e3, gap_s * 1e3))
-            row.note(f"{delay_ms:g} ms one way: first token {first_s * 1e3:.1f} ms, then every {gap_s * 1e3:.1f} ms")
+            firsts_ms, gaps_ms = [], []
+            for _ in range(NUM_ROUNDS):
+                streams = jobs(8, rng, prompt=(8, 24), output=(40, 40))
+                await asyncio.gather(*(stream.follow(client) for stream in streams))
+                assert_equal_to_undisturbed(streams, oracle)
+                firsts_ms.append(statistics.median(stream.times[0] - stream.opened_at for stream in streams) * 1e3)
+                gaps_ms.append(statistics.median((stream.times[-1] - stream.times[0]) / 39 for stream in streams) * 1e3)
+            first_ms, gap_ms = min(firsts_ms), min(gaps_ms)
+            found.append((first_ms, gap_ms))
+            row.note(f"{delay_ms:g} ms one way: first token {first_ms:.1f} ms, then every {gap_ms:.1f} ms")
         network.delay("*", "*", 0)
     return found
 

@@ -12,24 +12,20 @@ from headway_proto.wording import shown
 
 KV_CACHE_DTYPES = ("auto", "fp8")
 SPECULATIONS = ("off", "ngram", "draft")
+RANK_SPECULATIONS = ("off", "ngram")
+"""Of several ranks."""
 MOST_SPECULATIVE_TOKENS = 64
 
 
-class OfGroups(NamedTuple):
-    """What several ranks may have. ``devices``: their kinds."""
-
-    devices: tuple[str, ...]
-    speculations: tuple[str, ...]
-    adapters: bool
-
-
 class Takes(NamedTuple):
-    """``options``: names and values, the default first; an empty tuple allows any text. ``most_rows``: of ``max_num_seqs``."""
+    """``options``: names and values, the default first; an empty tuple allows any text. ``rank_devices``: the kinds of devices
+    that several ranks may have. ``most_rows``: of ``max_num_seqs``.
+    """
 
     packages: tuple[str, ...]
     quantizations: tuple[str, ...]
     options: Mapping[str, tuple[str, ...]]
-    groups: OfGroups
+    rank_devices: tuple[str, ...]
     most_rows: int = 1 << 16
 
 
@@ -46,7 +42,7 @@ TORCH = Takes(
             "activations": ("auto", "exact", "int8"),
         }
     ),
-    groups=OfGroups(devices=("cpu",), speculations=("off", "ngram"), adapters=True),
+    rank_devices=("cpu",),
 )
 TRITON = Takes(
     packages=("torch", "safetensors", "triton", "cupy"),
@@ -62,7 +58,7 @@ TRITON = Takes(
             "weights": ("checkpoint", "random"),
         }
     ),
-    groups=OfGroups(devices=("cpu", "cuda"), speculations=("off",), adapters=False),
+    rank_devices=("cpu", "cuda"),
     # Some kernels take a row each along a grid's second dimension, which has no more places (CUDA C++ Programming Guide,
     # table of technical specifications).
     most_rows=65_535,
@@ -134,22 +130,22 @@ def _check_options(options: Mapping[str, str], allowed: Mapping[str, Collection[
 
 
 def _check_group(config: BackendConfig, takes: Takes) -> None:
-    num_ranks, groups = config.place.size, takes.groups
+    num_ranks = config.place.size
     if num_ranks == 1:
         return
-    if config.device.partition(":")[0] not in groups.devices:
+    if config.device.partition(":")[0] not in takes.rank_devices:
         raise BackendConfigError(
-            f"device {shown(config.device)} is not allowed with {num_ranks} ranks; allowed: {', '.join(groups.devices)}"
+            f"device {shown(config.device)} is not allowed with {num_ranks} ranks; allowed: {', '.join(takes.rank_devices)}"
         )
-    if config.adapters and (config.place.pipeline_parallel > 1 or not groups.adapters):
-        field = "pipeline_parallel" if config.place.pipeline_parallel > 1 else "tensor_parallel"
+    if config.adapters and config.place.pipeline_parallel > 1:
         raise BackendConfigError(
-            f"adapter {shown(min(config.adapters))} is not allowed with {field} {getattr(config.place, field)}; allowed: {field} 1"
+            f"adapter {shown(min(config.adapters))} is not allowed with pipeline_parallel {config.place.pipeline_parallel}; "
+            "allowed: pipeline_parallel 1"
         )
-    if config.speculation not in groups.speculations:
+    if config.speculation not in RANK_SPECULATIONS:
         raise BackendConfigError(
             f"speculation {shown(config.speculation)} is not allowed with {num_ranks} ranks; allowed: "
-            f"{', '.join(groups.speculations)}"
+            f"{', '.join(RANK_SPECULATIONS)}"
         )
 
 

@@ -102,6 +102,11 @@ def adapters_of(family: str) -> dict[str, dict[str, object]]:
     }
 
 
+def adapter_of(family: str, name: str | tuple[str, ...]) -> dict[str, object]:
+    """An adapter by its name, or by what it changes."""
+    return adapters_of(family)[name] if isinstance(name, str) else {"targets": name, "rank": 3}
+
+
 def prompts():
     draw = random.Random(1)
     return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]

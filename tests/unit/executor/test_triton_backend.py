@@ -35,7 +35,7 @@ from kept_graphs import KeptGraphs
 from lora_files import write_adapter
 from model_core import ModelCore
 from quantised_checkpoints import KINDS, change_config, quantise
-from unit.executor.test_adapters import FUSED, adapters_of
+from unit.executor.test_adapters import FUSED, adapter_of
 from unit.executor.test_stored_weights import WITH_STATES
 from wholes import make_whole
 
@@ -368,11 +368,6 @@ def test_inputs_of_experts_are_rounded_if_an_expert_has_many_pairs(num_tokens, a
     assert set(calls) == ({True, False} if are_rounded else set())
 
 
-def of_name(family, name):
-    """An adapter by its name, or by what it changes."""
-    return adapters_of(family)[name] if isinstance(name, str) else {"targets": name, "rank": 3}
-
-
 @pytest.mark.parametrize(
     ("family", "names", "most_recorded"),
     [
@@ -401,7 +396,7 @@ def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(
     monkeypatch.setattr(graphs, "MAX_MIXED_TOKENS", most_recorded)
     model = make_checkpoint(tmp_path / "model", family)
     first, second = (
-        write_adapter(tmp_path / str(seed), model, seed=seed, **of_name(family, name))
+        write_adapter(tmp_path / str(seed), model, seed=seed, **adapter_of(family, name))
         for seed, name in enumerate(names)
     )
     outputs = []

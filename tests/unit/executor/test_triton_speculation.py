@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from checkpoints import make_checkpoint
 from headway_executor.backend import BackendConfig, NewRow, StepBatch
 from headway_executor.backends.triton_backend import TritonBackend
-from headway_executor.gpu.device_sampler import DrawnTokens
 from headway_executor.gpu.draft import DeviceDraftPass
 from headway_executor.gpu.host_tokens import HostTokens
 from headway_executor.gpu.speculation import DeviceSpeculation, most_rows_of
@@ -226,10 +225,7 @@ def test_tokens_on_the_host_follow_those_of_the_device_in_order():
 
     def draw(rows, computed, drawn):
         batch = step(rows, [1] * len(rows), computed, [1] * len(rows), [0] * len(rows))
-        ids = torch.tensor([drawn, [0] * len(rows)], dtype=torch.int32)
-        tokens.draw(
-            batch, DrawnTokens(column(rows), column([-1] * len(rows)), ids, None, None, column([])), Reached(waited)
-        )
+        tokens.draw(batch, lambda: column(drawn), Reached(waited))
 
     tokens.add_rows((new(1, [5, 6]),))
     draw([1, 3], [1, 7], [8, -1])
@@ -239,6 +235,9 @@ def test_tokens_on_the_host_follow_those_of_the_device_in_order():
     assert len(waited) == 1
     assert tokens.token_ids[1, :3].tolist() == [9, 6, 8]
     assert tokens.token_ids[3, 8] == 0
+    tokens.write(column([2, 0]), column([3, 4]), column([11, -1]))
+    tokens.catch_up()
+    assert (tokens.token_ids[2, 3], tokens.token_ids[0, 4]) == (11, 0)
     for number in range(40):
         draw([0], [number % 10], [number])
     # Without anyone who asks, it does not fall behind without end.

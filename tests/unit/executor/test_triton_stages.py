@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
+from backend_driver import BackendDriver, Request, load_adapter
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from decoder_driver import write_checkpoint
 from e2e.running_server import free_port
@@ -19,14 +20,18 @@ from group_backend import GroupBackend, InlineGroup, told
 from headway_conformance import SCENARIOS, check
 from headway_executor.backend import BackendConfig, BackendConfigError
 from headway_executor.backends.triton_backend import TritonBackend
+from headway_executor.gpu import graphs
 from headway_executor.gpu.preparation import record_graphs
 from headway_executor.gpu.readback import Readback
 from headway_executor.gpu.stage_mates import OverNccl
 from headway_executor.rank_place import RankPlace
 from headway_executor.ranks.gloo import GlooMeeting
 from headway_executor.ranks.group import RankGroup
+from headway_proto.sampling import SamplingParams
 from kept_graphs import KeptGraphs
+from lora_files import write_adapter
 from quantised_checkpoints import KINDS, quantise
+from unit.executor.test_adapters import FUSED, adapter_of
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,8 +42,10 @@ QUICK = (
     "a_row_changes_hands",
     "prompts_that_are_reported",
     "errors_stay_in_their_row",
+    "proposals_change_no_token",
 )
 ALSO_ON_A_DEVICE = ("test_stages_give_the_bits_of_one_device", "test_stages_conform")
+GREEDY = SamplingParams(temperature=0.0)
 stages = partial(InlineGroup, kind=TritonBackend)
 
 
@@ -139,6 +146,53 @@ def test_devices_that_compute_layers_together_draw_the_tokens_of_one(family, sta
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize(
+    ("family", "names", "kind", "most_recorded"),
+    [
+        ("llama-bias", ("all", "back"), Recorded, 512),
+        *(
+            pytest.param(*case, marks=pytest.mark.deep)
+            for case in (
+                ("llama-bias", ("back", "all"), TritonBackend, 8),
+                ("qwen2_moe", ("stacks", "down"), TritonBackend, 512),
+                ("qwen2_moe", ("apart", "gate_up"), TritonBackend, 8),
+                ("gpt_oss", ("down", "gate_up"), TritonBackend, 8),
+                ("deepseek_v3", ("down", "stacks"), TritonBackend, 512),
+                ("phi3", (FUSED["phi3"], ("o_proj",)), TritonBackend, 512),
+                ("mimo_v2", (FUSED["mimo_v2"], ("v_proj",)), TritonBackend, 512),
+                ("laguna", (FUSED["laguna"], ("g_proj",)), TritonBackend, 512),
+            )
+        ),
+    ],
+)
+def test_so_they_do_with_adapters(family, names, kind, most_recorded, tmp_path, monkeypatch):
+    """Beside a row without; one adapter comes while it runs, and goes. Steps beyond recorded sizes compute in another way."""
+    monkeypatch.setattr(graphs, "MAX_MIXED_TOKENS", most_recorded)
+    model = make_checkpoint(tmp_path / "model", family)
+    first, second = (
+        write_adapter(tmp_path / str(seed), model, seed=seed, **adapter_of(family, name))
+        for seed, name in enumerate(names)
+    )
+    config = BackendConfig(model=str(tmp_path / "model"), num_kv_blocks=40, block_size=8, **SETTINGS)
+    config = msgspec.structs.replace(config, max_num_seqs=6, adapters={"first": str(first)})
+    outputs = []
+    for backend in (InlineGroup(kind=kind, tensor_parallel=2), TritonBackend()):
+        info = backend.open(config)
+        assert info.supports_adapters
+        identities = ["", info.adapters[0].identity, load_adapter(backend, "second", str(second)).identity]
+        requests = [Request(list(range(5 + number)), 4, GREEDY, adapter=name) for number, name in enumerate(identities)]
+        driver = BackendDriver(backend, info)
+        driver.run(requests, budget=24)
+        backend.unload_adapter("second")
+        gone = Request([1, 2], 1, adapter=identities[2])
+        driver.run([gone], budget=24)
+        assert gone.errors[0].message == f"adapter '{identities[2]}' is not loaded on this executor"
+        outputs.append([request.output for request in requests])
+        backend.close()
+    assert outputs[0] == outputs[1]
+    assert len({str(tokens) for tokens in outputs[0]}) == 3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_they_do_with_parts_of_the_codes_of_a_checkpoint(kind, tmp_path):
     directory = write_checkpoint(
@@ -241,15 +295,14 @@ def test_devices_that_compute_layers_together_conform(scenario, tmp_path):
     [
         (
             (2, 1),
-            {"adapters": {"one": "there"}},
-            "adapter 'one' is not allowed with tensor_parallel 2; allowed: tensor",
-        ),
-        (
-            (2, 1),
             {"options": {"chunk_attention": "flash"}},
             "chunk_attention 'flash' is not allowed with tensor_parallel 2",
         ),
-        ((1, 2), {"speculation": "ngram"}, "speculation 'ngram' is not allowed with 2 ranks; allowed: off"),
+        (
+            (1, 2),
+            {"speculation": "draft", "draft_model": "there"},
+            "speculation 'draft' is not allowed with 2 ranks; allowed: off",
+        ),
         (
             (1, 2),
             {"adapters": {"one": "there"}},

@@ -45,14 +45,14 @@ from headway_executor.models.model_settings import (
     require_head_of_draft,
     settings_of,
 )
-from headway_executor.models.part import part_of, whole
+from headway_executor.models.part import ModelPart, part_of, whole
 from headway_executor.models.rope import halves
 from headway_executor.models.state_memory import check_draft, check_speculation
 from headway_executor.models.stored_names import as_stored
 from headway_executor.models.tensor_shapes import check_tensors, expected_tensors
 from headway_executor.ranks.group import RankGroup
 from headway_executor.sampling.constraints.rows import ConstrainedRows, compiler_for
-from headway_executor.sampling.drawn_tokens import DrawnTokensIn, DrawnTokensOut, drawn_channel
+from headway_executor.sampling.drawn_tokens import DrawnTokensOut, drawn_channel
 from headway_executor.setting_checks import TRITON, check_settings, option_of
 from headway_kernels.gpu.linear.float8 import is_native
 from headway_proto.adapters import LoadedAdapter
@@ -112,7 +112,9 @@ class TritonBackend:
             settings = settings._replace(model_config=as_stored(model_config, weights, config.warn))
             require_head(settings.model_config, "backend 'triton'", "backend torch")
             check_speculation(settings.model_config, config)
-            adapters = _adapters(config, settings.model_config, device) if config.place.is_alone else None
+            adapters = (
+                _adapters(config, settings.model_config, part, device) if config.place.pipeline_parallel == 1 else None
+            )
             draft_files = None
             if draft is not None and draft_weights is not None:
                 found = as_stored(draft.model_config, draft_weights, config.warn)
@@ -224,8 +226,7 @@ def _steps(config: BackendConfig, parts: DeviceParts, constraints: ConstrainedRo
     drawn = None if group is None or among is not None else drawn_channel(group, config)
     if constraints is not None:
         return DrawingSteps(parts, stage, constraints, among, None if drawn is None else DrawnTokensOut(drawn))
-    told = None if drawn is None else DrawnTokensIn(drawn, parts.rows.write, config.place)
-    return FollowingSteps(parts, stage, among, told)
+    return FollowingSteps(parts, stage, among, drawn)
 
 
 def _draft_settings(config: BackendConfig, settings: ModelSettings) -> ModelSettings | None:
@@ -245,10 +246,8 @@ def _open_draft(config: BackendConfig, draft: ModelSettings | None) -> AbstractC
     return checkpoint
 
 
-def _adapters(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> ModelAdapters:
-    adapters = ModelAdapters(
-        model_config, halves, whole(model_config), place=lambda weights: with_table(on_device(weights, device))
-    )
+def _adapters(config: BackendConfig, model_config: ModelConfig, part: ModelPart, device: torch.device) -> ModelAdapters:
+    adapters = ModelAdapters(model_config, halves, part, place=lambda weights: with_table(on_device(weights, device)))
     for name, directory in config.adapters.items():
         adapters.load(adapters.read(name, directory))
     return adapters

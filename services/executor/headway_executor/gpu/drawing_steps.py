@@ -68,7 +68,7 @@ class DrawingSteps:
         if self._mates is not None:
             self._mates.share(shape.num_sampled)
         if self._speculation is not None:
-            self._speculation.proposer.draw(batch, drawn, self._parts.runtime.mark())
+            self._speculation.proposer.draw(batch, drawn.token_ids, self._parts.runtime.mark())
         refused = self._running.refusals.among(sampled_rows)
         tell_others = self._telling(batch)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from headway_executor.backend import NewRow, StepBatch
-from headway_executor.gpu.device_sampler import DrawnTokens
 from headway_executor.gpu.runtime import Mark
+from headway_proto.columns import Int32Array
 
 _MOST_BEHIND = 16
 """Changes that wait to be made; more than steps are ever in flight."""
@@ -32,11 +32,20 @@ class HostTokens:
         if new_rows:
             self._add(partial(self._store_rows, new_rows))
 
-    def draw(self, batch: StepBatch, drawn: DrawnTokens, reached: Mark) -> None:
-        """Take in the draws of a step, which are there once the device has ``reached`` their copy."""
+    def draw(self, batch: StepBatch, drawn: Callable[[], Int32Array], reached: Mark) -> None:
+        """Take in the draws of a step, which can be asked for once the device has ``reached`` their copy."""
         sampling = batch.samples != 0
         positions = (batch.num_computed_tokens + batch.num_scheduled_tokens)[sampling]
-        self._add(partial(self._store_drawn, batch.rows[sampling], positions, drawn, reached))
+
+        def store() -> None:
+            reached.wait()
+            self._store(batch.rows[sampling], positions, drawn())
+
+        self._add(store)
+
+    def write(self, rows: Int32Array, positions: Int32Array, tokens: Int32Array) -> None:
+        """Take in tokens that were drawn elsewhere; all ``[n]``."""
+        self._add(partial(self._store, rows, positions, tokens))
 
     def catch_up(self) -> None:
         """Wait for the draws of all steps so far."""
@@ -52,6 +61,5 @@ class HostTokens:
         for new in new_rows:
             self._array[new.row, : len(new.token_ids)] = new.token_ids
 
-    def _store_drawn(self, rows: np.ndarray, positions: np.ndarray, drawn: DrawnTokens, reached: Mark) -> None:
-        reached.wait()
-        self._array[rows, positions] = np.maximum(drawn.token_ids(), 0)
+    def _store(self, rows: Int32Array, positions: Int32Array, tokens: Int32Array) -> None:
+        self._array[rows, positions] = np.maximum(tokens, 0)

@@ -15,7 +15,6 @@ import numpy as np
 from torch import Tensor
 
 from headway_executor.backend import NewRow, StepBatch, StepResult
-from headway_executor.gpu.device_sampler import DrawnTokens
 from headway_executor.gpu.host_tokens import HostTokens
 from headway_executor.gpu.runtime import Mark, Runtime, fetched, sent
 from headway_executor.models.forward import Int64Array
@@ -38,7 +37,7 @@ MOST_PROPOSALS = 256
 """Of a step: in a batch in which more would be of use, products are no longer bound by memory."""
 
 Tokens = Callable[[], Int32Array]
-"""Proposals of all rows in order, once the device has passed their copies; int32."""
+"""Of all draws or proposals in order, once the device has passed their copies; int32."""
 
 
 def most_rows_of(max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int) -> int:
@@ -54,8 +53,8 @@ class DeviceProposer(Protocol):
         """Record a step before it runs; ``new_rows`` as they are stored."""
         ...
 
-    def draw(self, batch: StepBatch, drawn: DrawnTokens, reached: Mark) -> None:
-        """Record what a step draws, which is there once the device has reached a mark."""
+    def draw(self, batch: StepBatch, drawn: Tokens, reached: Mark) -> None:
+        """Record what a step draws, which can be asked for once the device has reached a mark."""
         ...
 
     def forget_blocks(self, blocks: Int32Array) -> None:
@@ -85,9 +84,13 @@ class LookedUp:
         del batch
         self._tokens.add_rows(new_rows)
 
-    def draw(self, batch: StepBatch, drawn: DrawnTokens, reached: Mark) -> None:
+    def draw(self, batch: StepBatch, drawn: Tokens, reached: Mark) -> None:
         """See ``DeviceProposer``."""
         self._tokens.draw(batch, drawn, reached)
+
+    def write(self, rows: Int32Array, positions: Int32Array, tokens: Int32Array) -> None:
+        """Record tokens that another rank drew; all ``[n]``."""
+        self._tokens.write(rows, positions, tokens)
 
     def forget_blocks(self, blocks: Int32Array) -> None:
         """See ``DeviceProposer``."""
@@ -121,7 +124,7 @@ class Drafted:
         del new_rows
         self._draft.follow(batch)
 
-    def draw(self, batch: StepBatch, drawn: DrawnTokens, reached: Mark) -> None:
+    def draw(self, batch: StepBatch, drawn: Tokens, reached: Mark) -> None:
         """See ``DeviceProposer``."""
 
     def propose(self, asked: Asked) -> tuple[Int64Array, Tokens]:

@@ -6,6 +6,8 @@ Nothing goes through the host, so each rank launches its next step while this on
 through main memory: they have nothing to do with the step that draws them.
 """
 
+from torch import Tensor
+
 from headway_executor.gpu.device_parts import DeviceParts
 from headway_executor.gpu.stage_mates import DeviceMates
 from headway_kernels.gpu.rows import store_sampled
@@ -18,10 +20,13 @@ class TokensAmongMates:
         self._parts = parts
         self._mates = mates
 
-    def share(self, num_drawn: int) -> None:
-        """Store what rank 0 has drawn and stored; call it on all ranks behind the launch of the step, and there of the draws."""
+    def share(self, num_drawn: int) -> Tensor:
+        """Store what rank 0 has drawn and stored, and return it; call it on all ranks behind the launch of the step, and there of
+        the draws.
+        """
         columns, store = self._parts.upload.views, self._parts.rows.token_store
         rows, positions = columns.sampled_row[:num_drawn], columns.sampled_position[:num_drawn]
         tokens = store[rows.long(), positions.long()]
         self._mates.share(tokens)
         store_sampled(tokens, rows, positions, store)
+        return tokens
