@@ -70,7 +70,8 @@ class Recorded(Late):
     def open(self, config):
         info = super().open(config)
         parts = self._model.parts
-        parts.target._graphs = KeptGraphs()
+        parts.target._graphs = kept = KeptGraphs()
+        self.launched = kept.launched
         with torch.inference_mode():
             record_graphs(parts)
         return info
@@ -166,7 +167,7 @@ def test_devices_that_compute_layers_together_draw_the_tokens_of_one(family, sta
     ],
 )
 def test_so_they_do_with_adapters(family, names, kind, most_recorded, tmp_path, monkeypatch):
-    """Beside a row without; one adapter comes while it runs, and goes. Steps beyond recorded sizes compute in another way."""
+    """Beside a row without; adapters come after its first step, and one goes. Steps beyond recorded sizes compute in another way."""
     monkeypatch.setattr(graphs, "MAX_MIXED_TOKENS", most_recorded)
     model = make_checkpoint(tmp_path / "model", family)
     first, second = (
@@ -174,22 +175,29 @@ def test_so_they_do_with_adapters(family, names, kind, most_recorded, tmp_path, 
         for seed, name in enumerate(names)
     )
     config = BackendConfig(model=str(tmp_path / "model"), num_kv_blocks=40, block_size=8, **SETTINGS)
-    config = msgspec.structs.replace(config, max_num_seqs=6, adapters={"first": str(first)})
-    outputs = []
+    config = msgspec.structs.replace(config, max_num_seqs=6)
+    outputs, launched = [], set()
     for backend in (InlineGroup(kind=kind, tensor_parallel=2), TritonBackend()):
         info = backend.open(config)
         assert info.supports_adapters
-        identities = ["", info.adapters[0].identity, load_adapter(backend, "second", str(second)).identity]
-        requests = [Request(list(range(5 + number)), 4, GREEDY, adapter=name) for number, name in enumerate(identities)]
         driver = BackendDriver(backend, info)
+        driver.run([Request([3, 4, 5], 2, GREEDY)], budget=24)
+        found = [
+            load_adapter(backend, name, str(path)).identity for name, path in (("first", first), ("second", second))
+        ]
+        identities = ["", *found]
+        requests = [Request(list(range(5 + number)), 4, GREEDY, adapter=name) for number, name in enumerate(identities)]
         driver.run(requests, budget=24)
         backend.unload_adapter("second")
         gone = Request([1, 2], 1, adapter=identities[2])
         driver.run([gone], budget=24)
         assert gone.errors[0].message == f"adapter '{identities[2]}' is not loaded on this executor"
         outputs.append([request.output for request in requests])
+        for rank in getattr(backend, "_ranks", ()):
+            launched |= {size.is_adapted for size in getattr(rank._backend, "launched", ())}
         backend.close()
     assert outputs[0] == outputs[1]
+    assert launched == ({True, False} if kind is Recorded else set())
     assert len({str(tokens) for tokens in outputs[0]}) == 3
 
 

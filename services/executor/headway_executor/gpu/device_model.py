@@ -109,10 +109,10 @@ class DeviceModel:
         self._recorded |= {*sizes}
         self._graphs.record(self.forward, sizes, progress)
 
-    def record_adapted(self, progress: Callable[[int, int], None]) -> None:
-        """Record the same sizes for rows with adapters, once, if any are recorded; as ``record``."""
-        if self._recorded and not any(size.is_adapted for size in self._recorded):
-            self.record(progress, is_adapted=True)
+    @property
+    def lacks_adapted(self) -> bool:
+        """Whether steps are recorded, and none of rows with adapters."""
+        return bool(self._recorded) and not any(size.is_adapted for size in self._recorded)
 
     def step_sizes(self, *, recorded: bool) -> StepSizes:
         """The sizes of steps, with graphs or without."""

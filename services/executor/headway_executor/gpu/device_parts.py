@@ -128,23 +128,30 @@ class DeviceParts:
         """Send the step's columns and launch it; ``draws``: with the likeliest token of each row behind it."""
         size = self.target.size_of(shape, draws=draws)
         if self.adapters is not None:
-            self.adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens), size.num_tokens)
+            token_rows = np.repeat(batch.rows, batch.num_scheduled_tokens)
+            self.adapters.begin(token_rows, size.num_tokens)
             size = size._replace(is_adapted=self.adapters.are_any)
+            if self.adapters.are_any and self.target.lacks_adapted:
+                self.record_adapted()
+                self.adapters.begin(token_rows, size.num_tokens)
         if self.states is not None:
             self.states.advance(batch.rows, batch.num_computed_tokens, batch.num_scheduled_tokens)
         self.upload.send(batch, shape, size.num_rows)
         self.target.launch(size, batch)
 
-    def record(self, *, adapted: bool) -> None:
-        """Record graphs: of steps with adapters (once, if any are recorded), or else of those without, in all models."""
+    def record(self) -> None:
+        """Record the graphs of all models, of steps without adapters."""
         self.upload.clear()  # The recording may run the step.
-        if adapted:
-            assert self.adapters is not None
-            self.adapters.clear()
-            self.target.record_adapted(self._said_recording)
-            return
         for model in self.models:
             model.record(self._said_recording)
+
+    def record_adapted(self) -> None:
+        """Record those of steps with adapters, once, if any are recorded."""
+        if self.target.lacks_adapted:
+            assert self.adapters is not None
+            self.upload.clear()
+            self.adapters.clear()
+            self.target.record(self._said_recording, is_adapted=True)
 
     def _said_recording(self, done: int, total: int) -> None:
         self.config.progress("recording graphs", done, total)

@@ -96,10 +96,13 @@ class OpenModel:
         return self.parts.adapters.adapters
 
     def load_adapter(self, read: ReadAdapter) -> LoadedAdapter:
-        """See ``AdapterBackend.load_adapter``. Before the first one, steps of rows with adapters are recorded."""
+        """See ``AdapterBackend.load_adapter``. Before the first one, steps of rows with adapters are recorded; by ranks that
+        gather meanwhile only before the first such step, which has the same place among the steps of all.
+        """
         adapters = self.adapters
-        # Behind the steps that are launched, and before the next one sends its own.
-        self.parts.record(adapted=True)
+        if self.parts.mates is None:
+            # Behind the steps that are launched, and before the next one sends its own.
+            self.parts.record_adapted()
         return adapters.load(read)
 
     def close(self) -> None:

@@ -45,9 +45,9 @@ def open_pools(parts: DeviceParts) -> BlockMover:
 
 def record_graphs(parts: DeviceParts) -> None:
     """Record every size of step, and take the largest step's memory again, which the first ones would have to take."""
-    parts.record(adapted=False)
+    parts.record()
     if parts.adapters is not None and parts.adapters.adapters.loaded:
-        parts.record(adapted=True)
+        parts.record_adapted()
     try:
         try_largest_step(parts)
     except torch.OutOfMemoryError:
