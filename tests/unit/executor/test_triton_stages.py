@@ -35,7 +35,7 @@ from unit.executor.test_adapters import FUSED, adapter_of
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SETTINGS = {"device": DEVICE, "dtype": "float32", "max_model_len": 64, "max_num_batched_tokens": 64}
+SETTINGS = {"device": DEVICE, "dtype": "float32", "max_model_len": 64, "max_num_batched_tokens": 24}
 SETTINGS |= {"options": {"graphs": "off"}}
 QUICK = (
     "steps_in_flight_2",
@@ -146,7 +146,6 @@ def test_devices_that_compute_layers_together_draw_the_tokens_of_one(family, sta
         assert_allclose([line[0] for line in these], [line[0] for line in those], atol=1e-4)
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize(
     ("family", "names", "kind", "most_recorded"),
     [
@@ -201,6 +200,7 @@ def test_so_they_do_with_adapters(family, names, kind, most_recorded, tmp_path, 
     assert len({str(tokens) for tokens in outputs[0]}) == 3
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_they_do_with_parts_of_the_codes_of_a_checkpoint(kind, tmp_path):
     directory = write_checkpoint(
