@@ -75,6 +75,13 @@ class KeepsAWrongProposal(WrappedBackend):
         return result
 
 
+class SpeculatesInLanes(WrappedBackend):
+    found_by = ("proposals_change_no_token",)
+
+    def open(self, config):
+        return replace(super().open(config), num_lanes=2)
+
+
 class SortsBlocks(WrappedBackend):
     found_by = ("blocks_in_any_order", "lengths_around_block_boundaries", "swapped_out_and_in")
 

@@ -88,16 +88,26 @@ async def test_greedy_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    "degrees",
-    ["pipeline", pytest.param("tensor", marks=pytest.mark.deep), pytest.param("both", marks=pytest.mark.deep)],
+    ("degrees", "flags"),
+    [
+        ("pipeline", ()),
+        *(
+            pytest.param(degrees, flags, marks=pytest.mark.deep)
+            for degrees, flags in (
+                ("tensor", ()),
+                ("both", ()),
+                *((each, ("--speculation", "ngram")) for each in ("pipeline", "tensor", "both")),
+            )
+        ),
+    ],
 )
 async def test_ranks_of_the_triton_backend_draw_the_tokens_of_transformers_also_when_one_dies(
-    degrees: str, tmp_path: Path
+    degrees: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Interpreted: each rank would have a GPU."""
     load = workload("llama3", True).first(4)
     make_checkpoint(tmp_path / "model", "llama3")
-    triton = ("--backend", "triton", "--dtype", "float32", "--model", str(tmp_path / "model"))
+    triton = ("--backend", "triton", "--dtype", "float32", "--model", str(tmp_path / "model"), *flags)
     with serving(tmp_path, *triton, *DEGREES[degrees], *SIZES, *SMALL_POOL, TRITON_INTERPRET="1") as server:
         async with AsyncClient(await asyncio.to_thread(server.wait_for_ready, OPENING_S)) as client:
             joined = num_joined(server)

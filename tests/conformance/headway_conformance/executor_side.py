@@ -13,7 +13,7 @@ from headway_conformance.failures import ConformanceFailure
 from headway_executor.backend import NO_SPECULATION, BackendConfig, ExecutorBackend, StepBatch, StepResult
 from headway_executor.batch.batch_state import BatchState
 from headway_executor.startup.threaded_backend import ThreadedBackend
-from headway_proto.step import BackendInfo, SchedulerOutput
+from headway_proto.step import BackendInfo, SchedulerOutput, info_problem
 
 
 class ExecutorSide:
@@ -27,6 +27,9 @@ class ExecutorSide:
         self._backend: ExecutorBackend = backend if is_inline else ThreadedBackend(backend)
         self._timeout_s = timeout_s
         self.info: BackendInfo = self._backend.open(config)
+        if (problem := info_problem(self.info)) is not None:
+            self._backend.close()
+            raise ConformanceFailure(f"a scheduler refuses what it announces: {problem}")
         # Every scripted step is of one lane: lanes only let a scheduler keep several steps apart.
         self._state = BatchState(msgspec.structs.replace(self.info, num_lanes=1))
 

@@ -47,3 +47,11 @@ def parting_on_error(group: RankGroup | None) -> Iterator[None]:
 def slowest(microseconds: float, group: RankGroup | None) -> float:
     """What all ranks wait for."""
     return microseconds if group is None else group.most([round(1e3 * microseconds)])[0] / 1e3
+
+
+def num_lanes_of(config: BackendConfig) -> int:
+    """How many steps are in the stages at once. With more than one, they name neither adapters nor pooled rows.
+
+    A step that speculates is answered before the next: then there is one, and stages wait for each other.
+    """
+    return config.place.pipeline_parallel if config.speculation == "off" else 1

@@ -25,7 +25,7 @@ from headway_executor.backend import (
     StepResult,
 )
 from headway_executor.backends.following import FollowingModel
-from headway_executor.backends.joining import joined, parting_on_error, slowest
+from headway_executor.backends.joining import joined, num_lanes_of, parting_on_error, slowest
 from headway_executor.backends.torch_encoder import OpenEncoder, open_encoder
 from headway_executor.backends.torch_loading import checked, draft_proposer, load
 from headway_executor.checkpoint.weights import Checkpoint
@@ -115,6 +115,7 @@ class TorchBackend:
             else:
                 self._model = _following(config, settings, forward, self._group)
         pool, adapters, states = forward.pool, forward.adapters, forward.states
+        num_lanes = num_lanes_of(config)
         return BackendInfo(
             backend="torch",
             device=str(device),
@@ -132,11 +133,10 @@ class TorchBackend:
             supports_prompt_logprobs=True,
             supports_constraints=supports_constraints,
             max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
-            # A step that speculates is answered before the next: one lane then, and stages that wait for each other.
-            num_lanes=config.place.pipeline_parallel if _has_lanes(config) else 1,
-            supports_adapters=adapters is not None and not _has_lanes(config),
+            num_lanes=num_lanes,
+            supports_adapters=adapters is not None and num_lanes == 1,
             adapters=() if adapters is None else adapters.loaded,
-            embedding_size=0 if _has_lanes(config) or model_config.names.projections else model_config.hidden_size,
+            embedding_size=0 if num_lanes > 1 or model_config.names.projections else model_config.hidden_size,
             default_pooling=default_pooling(directory, POOL_LAST),
             generates=model_config.has_head,
             keeps_states=states is not None,
@@ -403,8 +403,3 @@ def _warm_up(forward: ForwardPass, max_model_len: int) -> None:
             first = np.zeros(1, dtype=np.int64)
             rows = StepRows(first, first + new, first + computed, np.zeros((1, 1), np.int32), first + new - 1)
             forward.run(rows, token_ids)
-
-
-def _has_lanes(config: BackendConfig) -> bool:
-    """Whether several steps are in the stages at once. Such steps name neither adapters nor pooled rows."""
-    return config.place.pipeline_parallel > 1 and config.speculation == "off"

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from headway_executor.backend import BackendConfig, BackendConfigError, ReadAdapter, StepBatch, StepResult
-from headway_executor.backends.joining import joined, parting_on_error, slowest
+from headway_executor.backends.joining import joined, num_lanes_of, parting_on_error, slowest
 from headway_executor.checkpoint.random_weights import RandomCheckpoint
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL
@@ -148,7 +148,7 @@ class TritonBackend:
             supports_prompt_logprobs=True,
             supports_constraints=constraints is not None and constraints.is_supported,
             max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
-            num_lanes=config.place.pipeline_parallel,
+            num_lanes=num_lanes_of(config),
             supports_adapters=adapters is not None,
             adapters=() if adapters is None else adapters.loaded,
             keeps_states=parts.states is not None,
