@@ -48,7 +48,8 @@ class DeviceModel:
         self._draw = draw
         self._adapters = adapters
         self._graphs = StepGraphs(runtime)
-        self._recorded: frozenset[LaunchSize] = frozenset()
+        self.lacks_adapted = False
+        """Whether steps are recorded, and none of rows with adapters."""
         self.sizes = self.step_sizes(recorded=False)
 
     @property
@@ -106,13 +107,8 @@ class DeviceModel:
         self.sizes = self.step_sizes(recorded=True)
         # Also those that draw where nothing is drawn: all ranks of a stage record alike, since they gather meanwhile.
         sizes = [size._replace(is_adapted=is_adapted) for size in self.sizes.recorded()]
-        self._recorded |= {*sizes}
+        self.lacks_adapted = not is_adapted
         self._graphs.record(self.forward, sizes, progress)
-
-    @property
-    def lacks_adapted(self) -> bool:
-        """Whether steps are recorded, and none of rows with adapters."""
-        return bool(self._recorded) and not any(size.is_adapted for size in self._recorded)
 
     def step_sizes(self, *, recorded: bool) -> StepSizes:
         """The sizes of steps, with graphs or without."""

@@ -58,18 +58,16 @@ def best_of(request: Request, choices: Sequence[CellLoad], policy: PlacementPoli
     """The best of ``choices``, at least one."""
     cached: list[int] = []
     waits: list[float] = []
-    error, is_speed_known = LEAST_ERROR, True
+    error = LEAST_ERROR
     for cell in choices:
         error = max(error, cell.relative_error)
         num_cached_tokens = cell.num_cached_tokens(query)
         num_tokens = cell.num_tokens_ahead + len(request.token_ids) - num_cached_tokens
         cached.append(num_cached_tokens)
         wait = cell.prefill_s(num_tokens, num_cached_tokens)
-        if wait is None:
-            is_speed_known = False
-        else:
+        if wait is not None:
             waits.append(wait)
-    if not is_speed_known:
+    if len(waits) < len(choices):
         waits = _waits_without_speed(len(request.token_ids), choices, cached)
     # Predictions that differ by less than they err are level: then it goes where the fewest run.
     level = min(waits) * (1.0 + min(error, MOST_ERROR))
