@@ -94,13 +94,15 @@ class Load:
     def __init__(self, client: AsyncClient, arguments: argparse.Namespace) -> None:
         self._client = client
         self._arguments = arguments
+        self.streams: list[Stream] = []
+        """Those of the last round that has begun."""
 
     async def run(self, number: int, name: str) -> Round:
         """Begin all streams at once and read them to the end."""
         draw = random.Random(f"{self._arguments.seed}, {number}")
         prompts = [draw.choices(_VOCABULARY, k=self._arguments.prompt) for _ in range(self._arguments.streams)]
         began = time.perf_counter()
-        streams = [Stream(f"{name}-{number}-{index}") for index in range(len(prompts))]
+        self.streams = streams = [Stream(f"{name}-{number}-{index}") for index in range(len(prompts))]
         starts = [draw.uniform(0.0, self._arguments.spread) for _ in prompts]
         await asyncio.gather(
             *(self._follow(*each, seed) for seed, each in enumerate(zip(streams, prompts, starts, strict=True)))

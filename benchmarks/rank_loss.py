@@ -98,6 +98,7 @@ async def run_losses(address: str, arguments: argparse.Namespace) -> list[Loss]:
         for rank, number in draw.sample(cases, len(cases)):
             share = draw.uniform(_EARLIEST, _LATEST)
             running = asyncio.create_task(load.run(0, f"loss-{len(losses)}"))
+            await _admitted(client, load)
             await asyncio.sleep(share * undisturbed.wall_s)
             victim, lost_at = ranks()[rank], time.perf_counter()
             victim.send_signal(number)
@@ -123,6 +124,15 @@ def _loss(
     equal = sum(bool(one.tokens) and one.tokens == other.tokens for one, other in pairs)
     pause_s = round(max(pauses, default=0.0), 3)
     return Loss(rank, number.name, round(share, 3), len(pairs), equal, pause_s, round(joined_s, 3))
+
+
+async def _admitted(client: AsyncClient, load: Load) -> None:
+    """Wait until all requests are in the scheduler: one that comes while it has no executor is refused, and loses nothing."""
+    await asyncio.sleep(0)  # The round begins.
+    while True:
+        known = {state.request_id for state in await client.requests()}
+        if all(stream.times or stream.request_id in known for stream in load.streams):
+            return
 
 
 async def _joined(client: AsyncClient, num_epochs: int) -> None:

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
+import headway
 from checkpoints import make_checkpoint
 from e2e.running_server import eventually
 from e2e.test_numerical_truth import MAX_MODEL_LEN, workload
 from e2e.test_ranks import num_joined, ranks_of, serving
 from headway.client import AsyncClient, InvalidRequestError
 from lora_files import write_adapter
+from speculative_engine import write_first_layers
 
+DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 SIZES = ("--block-size", "8", "--num-threads", "1", "--max-num-batched-tokens", "16", "--swap-space-mib", "4")
 SMALL_POOL = (
     "--num-kv-blocks",
@@ -36,6 +39,7 @@ DEGREES = {
     "pipeline": ("--pipeline-parallel", "2"),
     "both": ("--tensor-parallel", "2", "--pipeline-parallel", "2"),
 }
+DRAFTING = ("--speculation", "draft")
 OPENING_S = 240.0
 QUICK = (("tensor", "swap", "qwen3"), ("pipeline", "recompute", "llama3"))
 FAMILIES = (
@@ -58,6 +62,13 @@ FAMILIES = (
     "afmoe",
     "cohere2_moe",
 )
+
+
+def with_draft_model(flags: tuple[str, ...], model: Path, directory: Path) -> tuple[str, ...]:
+    """The first layer of ``model``, if there is to be one."""
+    if flags != DRAFTING:
+        return flags
+    return (*flags, "--draft-model", str(write_first_layers(model, directory / "draft", 1)))
 
 
 async def greedy(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], int]:
@@ -97,6 +108,7 @@ async def test_greedy_tokens_are_those_of_transformers(
                 ("tensor", ()),
                 ("both", ()),
                 *((each, ("--speculation", "ngram")) for each in ("pipeline", "tensor", "both")),
+                *((each, DRAFTING) for each in ("pipeline", "both")),
             )
         ),
     ],
@@ -107,6 +119,7 @@ async def test_ranks_of_the_triton_backend_draw_the_tokens_of_transformers_also_
     """Interpreted: each rank would have a GPU."""
     load = workload("llama3", True).first(4)
     make_checkpoint(tmp_path / "model", "llama3")
+    flags = with_draft_model(flags, tmp_path / "model", tmp_path)
     triton = ("--backend", "triton", "--dtype", "float32", "--model", str(tmp_path / "model"), *flags)
     with serving(tmp_path, *triton, *DEGREES[degrees], *SIZES, *SMALL_POOL, TRITON_INTERPRET="1") as server:
         async with AsyncClient(await asyncio.to_thread(server.wait_for_ready, OPENING_S)) as client:
@@ -177,6 +190,8 @@ async def answers_of(client: AsyncClient) -> list[tuple[str, tuple[int, ...]]]:
         pytest.param("pipeline", ("--quantization", "int8"), marks=pytest.mark.deep),
         pytest.param("tensor", ("--speculation", "ngram"), marks=pytest.mark.deep),
         pytest.param("both", ("--speculation", "ngram"), marks=pytest.mark.deep),
+        pytest.param("tensor", DRAFTING, marks=pytest.mark.deep),
+        pytest.param("pipeline", DRAFTING, marks=pytest.mark.deep),
         pytest.param("tensor", ("--backend-option", "rank_transport=gloo"), marks=pytest.mark.deep),
         pytest.param("both", ("--backend-option", "rank_transport=zmq"), marks=pytest.mark.deep),
         pytest.param("pipeline", ("--backend-option", "kernels=eager"), marks=pytest.mark.deep),
@@ -185,7 +200,7 @@ async def answers_of(client: AsyncClient) -> list[tuple[str, tuple[int, ...]]]:
 async def test_sampled_and_constrained_answers_are_those_of_one_rank_also_when_a_rank_dies(
     degrees: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    shared = (*TORCH, *SIZES, *flags)
+    shared = (*TORCH, *SIZES, *with_draft_model(flags, DEMO_MODEL, tmp_path))
     of_one_rank = tuple(flag for flag in shared if not flag.startswith("rank_transport"))
     if len(of_one_rank) < len(shared):
         of_one_rank = tuple(flag for flag in of_one_rank if flag != "--backend-option")

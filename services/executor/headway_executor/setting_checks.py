@@ -12,8 +12,6 @@ from headway_proto.wording import shown
 
 KV_CACHE_DTYPES = ("auto", "fp8")
 SPECULATIONS = ("off", "ngram", "draft")
-RANK_SPECULATIONS = ("off", "ngram")
-"""Of several ranks."""
 MOST_SPECULATIVE_TOKENS = 64
 
 
@@ -141,11 +139,6 @@ def _check_group(config: BackendConfig, takes: Takes) -> None:
         raise BackendConfigError(
             f"adapter {shown(min(config.adapters))} is not allowed with pipeline_parallel {config.place.pipeline_parallel}; "
             "allowed: pipeline_parallel 1"
-        )
-    if config.speculation not in RANK_SPECULATIONS:
-        raise BackendConfigError(
-            f"speculation {shown(config.speculation)} is not allowed with {num_ranks} ranks; allowed: "
-            f"{', '.join(RANK_SPECULATIONS)}"
         )
 
 

@@ -31,6 +31,7 @@ from headway_proto.sampling import SamplingParams
 from kept_graphs import KeptGraphs
 from lora_files import write_adapter
 from quantised_checkpoints import KINDS, quantise
+from speculative_engine import SpeculativeEngine, write_first_layers
 from unit.executor.test_adapters import FUSED, adapter_of
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
@@ -200,6 +201,26 @@ def test_so_they_do_with_adapters(family, names, kind, most_recorded, tmp_path, 
     assert len({str(tokens) for tokens in outputs[0]}) == 3
 
 
+@pytest.mark.parametrize(
+    "degrees",
+    [(2, 1), pytest.param((1, 2), marks=pytest.mark.deep), pytest.param((2, 2), marks=pytest.mark.deep)],
+    ids=str,
+)
+def test_so_they_do_with_a_draft_model_on_rank_0(degrees, tmp_path):
+    make_checkpoint(tmp_path / "model", "llama3")
+    draft = write_first_layers(tmp_path / "model", tmp_path / "draft", 1)
+    config = BackendConfig(model=str(tmp_path / "model"), num_kv_blocks=40, block_size=8, max_num_seqs=4, **SETTINGS)
+    config = msgspec.structs.replace(config, speculation="draft", draft_model=str(draft), num_speculative_tokens=3)
+    group = InlineGroup(tensor_parallel=degrees[0], pipeline_parallel=degrees[1], kind=Late)
+    engine = SpeculativeEngine(config, backend=group, clock=lambda: 0.0, always=True)
+    prompts = [[3, 4, 5], [7, 8] * 4]
+    outputs = [engine.run(prompts, 8, speculates=speculates) for speculates in (True, False)]
+    group.close()
+    assert outputs[0] == outputs[1]
+    counters = engine.counters()
+    assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_they_do_with_parts_of_the_codes_of_a_checkpoint(kind, tmp_path):
@@ -305,11 +326,6 @@ def test_devices_that_compute_layers_together_conform(scenario, tmp_path):
             (2, 1),
             {"options": {"chunk_attention": "flash"}},
             "chunk_attention 'flash' is not allowed with tensor_parallel 2",
-        ),
-        (
-            (1, 2),
-            {"speculation": "draft", "draft_model": "there"},
-            "speculation 'draft' is not allowed with 2 ranks; allowed: off",
         ),
         (
             (1, 2),

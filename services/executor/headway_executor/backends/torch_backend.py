@@ -51,6 +51,7 @@ from headway_executor.sampling.refusals import Refusals, with_refusals
 from headway_executor.sampling.sampler import SampledTokens, Sampler
 from headway_executor.sampling.speculation.ngram import PromptLookup
 from headway_executor.sampling.speculation.proposer import Asked, Proposer
+from headway_executor.sampling.speculation.told import Telling, Told, proposals_channel
 from headway_executor.sampling.speculation.verification import (
     asked_of,
     counting,
@@ -86,7 +87,7 @@ class TorchBackend:
         settings = settings_of(config, device)
         draft: ModelSettings | None = None
         block_bytes_beside = 0
-        if config.speculation == "draft":
+        if config.speculation == "draft" and config.place.rank == 0:
             draft = draft_settings_of(config, settings.model_config, settings.max_model_len)
             block_bytes_beside = block_bytes_of(
                 draft.model_config, config.block_size, settings.dtype, config.kv_cache_dtype
@@ -113,6 +114,7 @@ class TorchBackend:
                 supports_constraints = opened.constraints.is_supported
                 self._model = opened
             else:
+                assert self._group is not None
                 self._model = _following(config, settings, forward, self._group)
         pool, adapters, states = forward.pool, forward.adapters, forward.states
         num_lanes = num_lanes_of(config)
@@ -368,30 +370,37 @@ def _drawing(
     )
     sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
     sampler.add_row(0, SamplingParams(temperature=0.0), 1)
-    proposer = _lookup(config)
+    draft_model: Proposer | None = None
     if draft is not None:
-        proposer = draft_proposer(config, draft._replace(dtype=settings.dtype), forward.pool, device, sampler)
+        draft_model = draft_proposer(config, draft._replace(dtype=settings.dtype), forward.pool, device, sampler)
+    proposer = _proposer(config, group, draft_model)
     others = None if group is None else DrawnTokensOut(drawn_channel(group, config))
     constraints = ConstrainedRows(compiler)
     return _OpenModel(config, forward, settings.max_model_len, device, sampler, constraints, proposer, others)
 
 
 def _following(
-    config: BackendConfig, settings: ModelSettings, forward: ForwardPass, group: RankGroup | None
+    config: BackendConfig, settings: ModelSettings, forward: ForwardPass, group: RankGroup
 ) -> FollowingModel:
-    assert group is not None
+    proposer = _proposer(config, group, None)
     return FollowingModel(
         config,
         forward,
         drawn_channel(group, config),
-        _lookup(config),
+        proposer,
         max_model_len=settings.max_model_len,
         vocab_size=settings.model_config.vocab_size,
     )
 
 
-def _lookup(config: BackendConfig) -> Proposer | None:
-    return PromptLookup() if config.speculation == "ngram" else None
+def _proposer(config: BackendConfig, group: RankGroup | None, draft: Proposer | None) -> Proposer | None:
+    """What proposes tokens on this rank; ``draft``: of rank 0, which tells the others what it proposes."""
+    if config.speculation != "draft":
+        return PromptLookup() if config.speculation == "ngram" else None
+    if group is None:
+        return draft
+    channel = proposals_channel(group, config)
+    return Told(channel) if draft is None else Telling(draft, channel)
 
 
 def _warm_up(forward: ForwardPass, max_model_len: int) -> None:

@@ -32,6 +32,7 @@ from headway_executor.models.stage import stage_of
 from headway_executor.models.state_memory import check_draft, check_speculation, states_of
 from headway_executor.models.stored_names import as_stored
 from headway_executor.models.tensor_shapes import check_tensors
+from headway_executor.rank_place import ALONE, RankPlace
 from headway_executor.ranks.group import RankGroup
 from headway_executor.sampling.sampler import Sampler
 from headway_executor.sampling.speculation.draft_model import DraftForward, DraftModel
@@ -82,7 +83,8 @@ def load(
     _check_threads(config.num_threads)
     model_config, dtype, max_model_len = settings
     library = _kernels(config, model_config, dtype, device)
-    num_threads = config.num_threads or _threads_that_pay(checkpoint.num_parameters, config.place.size)
+    num_own_parameters = checkpoint.num_parameters // config.place.size
+    num_threads = config.num_threads or _threads_that_pay(num_own_parameters, config.place)
     part = _part(config, model_config, library)
     between_stages = dtype if library is None else torch.float32
     stage = stage_of(part, group, dtype=between_stages, most_tokens=config.max_num_batched_tokens)
@@ -131,16 +133,18 @@ def load(
 def draft_proposer(
     config: BackendConfig, draft: ModelSettings, pool: KvPool, device: torch.device, sampler: Sampler
 ) -> DraftModel:
-    """Load the draft model, with as many blocks as ``pool``."""
-    own = msgspec.structs.replace(
-        config,
-        model=config.draft_model,
-        num_kv_blocks=pool.num_blocks,
-        swap_space_mib=0,
-        adapters={},
-        host_memory=lambda *_: None,
-    )
+    """Load the draft model, with as many blocks as ``pool``. All of it is here, on the cores of this rank."""
     with Checkpoint(Path(config.draft_model), config.progress) as checkpoint:
+        own = msgspec.structs.replace(
+            config,
+            model=config.draft_model,
+            place=ALONE,
+            num_threads=config.num_threads or _threads_that_pay(checkpoint.num_parameters, config.place),
+            num_kv_blocks=pool.num_blocks,
+            swap_space_mib=0,
+            adapters={},
+            host_memory=lambda *_: None,
+        )
         found = checked(checkpoint, draft, msgspec.structs.replace(own, speculation="off"))
         require_head_of_draft(found.model_config, config.draft_model)
         check_draft(found.model_config, config.draft_model)
@@ -158,9 +162,9 @@ def _check_threads(num_threads: int) -> None:
         raise BackendConfigError(f"num_threads {num_threads} is not allowed; allowed: 0 (as the model needs) or more")
 
 
-def _threads_that_pay(num_parameters: int, num_ranks: int) -> int:
-    """In a small model, threads wait longer than they work. A rank has cores of its own, and its part of the work."""
-    return max(1, min(num_usable_cores(num_ranks), num_parameters // num_ranks // _PARAMETERS_PER_THREAD))
+def _threads_that_pay(num_parameters: int, place: RankPlace) -> int:
+    """For so many parameters on this rank, which has cores of its own. In a small model, threads wait longer than they work."""
+    return max(1, min(num_usable_cores(place.size), num_parameters // _PARAMETERS_PER_THREAD))
 
 
 def _part(config: BackendConfig, model_config: ModelConfig, library: CpuLibrary | None) -> ModelPart:

@@ -230,8 +230,8 @@ def _steps(config: BackendConfig, parts: DeviceParts, constraints: ConstrainedRo
 
 
 def _draft_settings(config: BackendConfig, settings: ModelSettings) -> ModelSettings | None:
-    """Those of the model that proposes tokens, if one does."""
-    if config.speculation != "draft":
+    """Those of the model that proposes tokens, if one does on this rank: the first tells others what it proposes."""
+    if config.speculation != "draft" or config.place.rank:
         return None
     draft = draft_settings_of(config, settings.model_config, settings.max_model_len)
     check_kernels_have(draft.model_config)

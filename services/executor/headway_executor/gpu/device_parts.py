@@ -96,7 +96,7 @@ class DeviceParts:
         self.prompt_reader = PromptReader(runtime, vocab_size=vocab_size, max_num_rows=max_num_rows)
         self.mates = self._mates(files)
         """Who has other parts of the same layers."""
-        self.target = self._loaded(files, self.most_rows, self.adapters, option_of(config, TRITON, OPTION))
+        self.target = self._loaded(files, self.most_rows, self.mates, self.adapters, option_of(config, TRITON, OPTION))
         self.states = self.target.decoder.states
         """Of rows, in a model that has some."""
         self.max_num_rows = max_num_rows if self.states is None else self.states.num_rows
@@ -104,7 +104,7 @@ class DeviceParts:
         if self.states is not None:
             self.most_rows = self.max_num_rows  # None of them has proposals.
         self.draft_model_len = 0 if draft is None else draft.settings.max_model_len
-        self.draft = None if draft is None else self._loaded(draft, max_num_rows, None, OWN_KERNEL)
+        self.draft = None if draft is None else self._loaded(draft, max_num_rows, None, None, OWN_KERNEL)
 
     @property
     def models(self) -> tuple[DeviceModel, ...]:
@@ -157,7 +157,12 @@ class DeviceParts:
         self.config.progress("recording graphs", done, total)
 
     def _loaded(
-        self, files: ModelFiles, most_rows: int, adapters: DeviceAdapters | None, chunk_attention: str
+        self,
+        files: ModelFiles,
+        most_rows: int,
+        mates: DeviceMates | None,
+        adapters: DeviceAdapters | None,
+        chunk_attention: str,
     ) -> DeviceModel:
         """A model over these rows and columns."""
         config, (model_config, dtype, _) = self.config, files.settings
@@ -177,7 +182,7 @@ class DeviceParts:
             device=self.runtime.device,
         )
         places = dict(zip(files.part.layers, layout.places, strict=True))
-        weights = self._weights(files, adapters, attention, places)
+        weights = self._weights(files, mates, adapters, attention, places)
         # After the weights, of the memory that is free then.
         states = states_of(model_config, files.part.layers, config, self.runtime.device, self.stage.group)
         decoder = Decoder(
@@ -208,6 +213,7 @@ class DeviceParts:
     def _weights(
         self,
         files: ModelFiles,
+        mates: DeviceMates | None,
         adapters: DeviceAdapters | None,
         attention: Mapping[AttentionConfig, AttentionSpace],
         places: Mapping[int, KvPlace | None],
@@ -217,7 +223,7 @@ class DeviceParts:
             model_config,
             files.weights,
             files.part,
-            self.mates,
+            mates,
             max_model_len=max_model_len,
             dtype=dtype,
             tunings=self._tunings,

@@ -12,17 +12,16 @@ from headway_executor.backend import StepBatch, StepResult
 from headway_executor.gpu.device_parts import DeviceParts
 from headway_executor.gpu.device_sampler import DrawnTokens
 from headway_executor.gpu.device_stage import DeviceStage
-from headway_executor.gpu.draft import DeviceDraftPass
 from headway_executor.gpu.open_model import nothing_drawn
+from headway_executor.gpu.proposers import speculation_over
 from headway_executor.gpu.running_rows import RunningRows
-from headway_executor.gpu.speculation import DeviceSpeculation, Drafted, LookedUp, SpeculativeStep
+from headway_executor.gpu.speculation import SpeculativeStep
 from headway_executor.gpu.step_columns import StepShape, shape_of
 from headway_executor.gpu.tokens_among_mates import TokensAmongMates
 from headway_executor.sampling.constraints.rows import ConstrainedRows
 from headway_executor.sampling.drawn_tokens import DrawnTokensOut
 from headway_executor.sampling.prompt_logprobs import PromptReports
 from headway_executor.sampling.refusals import Refusals, with_refusals
-from headway_executor.sampling.speculation.draft_model import DraftModel
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.step import RowPromptLogprobs
 
@@ -45,7 +44,7 @@ class DrawingSteps:
         adapters = None if parts.adapters is None else parts.adapters.adapters
         self._running = RunningRows(Refusals(parts.vocab_size), parts.sampler, constraints, adapters)
         self._prompts = PromptReports()
-        self._speculation = _speculation_over(parts)
+        self._speculation = speculation_over(parts)
 
     def run(self, batch: StepBatch) -> Callable[[], StepResult]:
         """See ``StepLauncher``."""
@@ -137,23 +136,6 @@ class DrawingSteps:
     def close(self) -> None:
         """See ``StepLauncher``."""
         self._running.close()
-
-
-def _speculation_over(parts: DeviceParts) -> DeviceSpeculation | None:
-    config, store = parts.config, parts.rows.token_store
-    if config.speculation == "off":
-        return None
-    proposer: LookedUp | Drafted = LookedUp(parts.runtime, store)
-    if parts.draft is not None:
-        run = DeviceDraftPass(parts.draft, parts.upload, parts.sampler, config.max_num_batched_tokens)
-        draft = DraftModel(
-            run,
-            max_model_len=parts.draft_model_len,
-            num_blocks=parts.target.num_blocks,
-            block_size=config.block_size,
-        )
-        proposer = Drafted(parts.runtime, store, draft)
-    return DeviceSpeculation(proposer, most_rows=parts.most_rows, most_tokens=config.max_num_batched_tokens)
 
 
 def _no_prompts() -> tuple[RowPromptLogprobs, ...]:

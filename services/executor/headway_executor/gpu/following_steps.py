@@ -11,8 +11,8 @@ from headway_executor.backend import StepBatch, StepResult
 from headway_executor.gpu.device_parts import DeviceParts
 from headway_executor.gpu.device_stage import DeviceStage
 from headway_executor.gpu.open_model import nothing_drawn
+from headway_executor.gpu.proposers import speculation_over
 from headway_executor.gpu.runtime import fetched
-from headway_executor.gpu.speculation import DeviceSpeculation, LookedUp
 from headway_executor.gpu.step_columns import shape_of
 from headway_executor.gpu.tokens_among_mates import TokensAmongMates
 from headway_executor.ranks.channel import Channel
@@ -24,7 +24,7 @@ from headway_proto.columns import Int32Array
 class FollowingSteps:
     """A ``StepLauncher``. Its answers have the right number of tokens, all 0. Tokens come from ``mates``, or else by ``channel``.
 
-    Where rows speculate, it finds the proposals that rank 0 finds, in the same tokens.
+    Where rows speculate, it has the proposals of rank 0.
     """
 
     def __init__(
@@ -37,12 +37,7 @@ class FollowingSteps:
         self._drawn = None if channel is None else DrawnTokensIn(channel, self._write, config.place)
         self._refusals = Refusals(parts.vocab_size)
         self._adapters = None if parts.adapters is None else parts.adapters.adapters
-        self._lookup = None if config.speculation == "off" else LookedUp(parts.runtime, parts.rows.token_store)
-        self._speculation = (
-            None
-            if self._lookup is None
-            else DeviceSpeculation(self._lookup, most_rows=parts.most_rows, most_tokens=config.max_num_batched_tokens)
-        )
+        self._speculation = speculation_over(parts)
 
     def run(self, batch: StepBatch) -> Callable[[], StepResult]:
         """See ``StepLauncher``."""
@@ -79,22 +74,23 @@ class FollowingSteps:
                 self._adapters.enter(new.row, new.adapter)  # Rank 0 says which of them cannot run.
         new_rows = self._refusals.admitted(batch.new_rows)
         self._parts.rows.apply(new_rows, batch.new_blocks)
-        if self._lookup is not None:
-            self._lookup.follow(batch, new_rows)
+        if self._speculation is not None:
+            self._speculation.proposer.follow(batch, new_rows)
 
     def _take_draws(self, batch: StepBatch, num_drawn: int) -> None:
         if self._mates is not None:
             tokens = self._mates.share(num_drawn)
-            if self._lookup is not None:
-                self._lookup.draw(batch, fetched(self._parts.runtime, tokens).numpy, self._parts.runtime.mark())
+            if self._speculation is not None:
+                drawn = fetched(self._parts.runtime, tokens)
+                self._speculation.proposer.draw(batch, drawn.numpy, self._parts.runtime.mark())
         if self._drawn is not None:
             self._drawn.expect(batch.rows[batch.samples != 0], num_drawn)
 
     def _write(self, rows: Int32Array, positions: Int32Array, tokens: Int32Array) -> None:
         """Take in tokens that rank 0 told."""
         self._parts.rows.write(rows, positions, tokens)
-        if self._lookup is not None:
-            self._lookup.write(rows, positions, tokens)
+        if self._speculation is not None:
+            self._speculation.proposer.write(rows, positions, tokens)
 
     def forget_blocks(self, blocks: Int32Array) -> None:
         """See ``StepLauncher``: it knows nothing of them."""

@@ -12,24 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from headway_executor.backend import NewRow, StepBatch, StepResult
-from headway_executor.gpu.host_tokens import HostTokens
-from headway_executor.gpu.runtime import Mark, Runtime, fetched, sent
+from headway_executor.gpu.runtime import Mark
 from headway_executor.models.forward import Int64Array
-from headway_executor.sampling.speculation.ngram import PromptLookup
-from headway_executor.sampling.speculation.proposer import Asked, Proposer
+from headway_executor.sampling.speculation.proposer import Asked
 from headway_executor.sampling.speculation.verification import (
     Draws,
     as_rows_of_one_token,
     asked_of,
     counting,
     num_accepted,
-    proposal_places,
     result_of,
 )
-from headway_kernels.gpu.rows import store_sampled
 from headway_proto.columns import Int32Array
 from headway_proto.step import RowError, RowLogprobs
 
@@ -57,6 +52,10 @@ class DeviceProposer(Protocol):
         """Record what a step draws, which can be asked for once the device has reached a mark."""
         ...
 
+    def write(self, rows: Int32Array, positions: Int32Array, tokens: Int32Array) -> None:
+        """Record tokens that another rank drew; all ``[n]``."""
+        ...
+
     def forget_blocks(self, blocks: Int32Array) -> None:
         """See ``Proposer``."""
         ...
@@ -68,70 +67,6 @@ class DeviceProposer(Protocol):
     def settle(self, asked: Asked, num_proposed: Int64Array, num_accepted: Int64Array) -> None:
         """See ``Proposer``."""
         ...
-
-
-class LookedUp:
-    """Prompt lookup, in a copy of the tokens in main memory."""
-
-    def __init__(self, runtime: Runtime, token_store: Tensor) -> None:
-        self._runtime = runtime
-        self._store = token_store
-        self._tokens = HostTokens(token_store.shape[0], token_store.shape[1] - 1)
-        self._lookup = PromptLookup()
-
-    def follow(self, batch: StepBatch, new_rows: tuple[NewRow, ...]) -> None:
-        """See ``DeviceProposer``."""
-        del batch
-        self._tokens.add_rows(new_rows)
-
-    def draw(self, batch: StepBatch, drawn: Tokens, reached: Mark) -> None:
-        """See ``DeviceProposer``."""
-        self._tokens.draw(batch, drawn, reached)
-
-    def write(self, rows: Int32Array, positions: Int32Array, tokens: Int32Array) -> None:
-        """Record tokens that another rank drew; all ``[n]``."""
-        self._tokens.write(rows, positions, tokens)
-
-    def forget_blocks(self, blocks: Int32Array) -> None:
-        """See ``DeviceProposer``."""
-
-    def propose(self, asked: Asked) -> tuple[Int64Array, Tokens]:
-        """See ``DeviceProposer``."""
-        self._tokens.catch_up()
-        counts = self._lookup.propose(asked, self._tokens.token_ids)
-        rows, positions = proposal_places(asked, counts)
-        proposals: Int32Array = self._tokens.token_ids.numpy()[rows, positions]
-        columns = sent(self._runtime, np.stack((proposals, rows, positions)).astype(np.int32))
-        store_sampled(columns[0], columns[1], columns[2], self._store)
-        return counts, lambda: proposals
-
-    def settle(self, asked: Asked, num_proposed: Int64Array, num_accepted: Int64Array) -> None:
-        """See ``DeviceProposer``."""
-
-
-class Drafted:
-    """Proposals of a model that draws them into the token store."""
-
-    def __init__(self, runtime: Runtime, token_store: Tensor, draft: Proposer) -> None:
-        self._runtime = runtime
-        self._store = token_store
-        self._draft = draft
-        self.forget_blocks = draft.forget_blocks
-        self.settle = draft.settle
-
-    def follow(self, batch: StepBatch, new_rows: tuple[NewRow, ...]) -> None:
-        """See ``DeviceProposer``."""
-        del new_rows
-        self._draft.follow(batch)
-
-    def draw(self, batch: StepBatch, drawn: Tokens, reached: Mark) -> None:
-        """See ``DeviceProposer``."""
-
-    def propose(self, asked: Asked) -> tuple[Int64Array, Tokens]:
-        """See ``DeviceProposer``."""
-        counts = self._draft.propose(asked, self._store)
-        places = sent(self._runtime, np.stack(proposal_places(asked, counts)))
-        return counts, fetched(self._runtime, self._store[places[0], places[1]]).numpy
 
 
 @dataclass(frozen=True, slots=True)

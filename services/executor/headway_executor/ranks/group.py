@@ -4,7 +4,7 @@ Owns: who shares memory with whom, and what else goes which way. Must not know: 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,7 +29,8 @@ from headway_kernels.cpu.library import CpuLibrary
 from headway_kernels.cpu.meeting import POST_BYTES, MeetingPlace
 
 JOIN_SECONDS = 120.0
-_HIDDEN_TAG, _DRAWN_TAG = 1, 2
+_HIDDEN_TAG = 1
+_TAGS_OF_FIRST = {"drawn": 2, "proposals": 3}
 _HIDDEN_SLOTS = 4
 """Passes that a stage may be ahead of the next one."""
 
@@ -116,13 +117,13 @@ class RankGroup:
         """From the stage before, and to the stage behind; messages of at most ``slot_bytes`` go in one piece."""
         return self._link(self.place.stage - 1, slot_bytes), self._link(self.place.stage, slot_bytes)
 
-    def drawn_channel(self, *, num_slots: int, slot_bytes: int) -> Channel:
-        """From the rank that draws tokens to all others, with room for ``num_slots`` messages."""
+    def channel_of_first(self, about: Literal["drawn", "proposals"], *, num_slots: int, slot_bytes: int) -> Channel:
+        """From rank 0, which draws tokens, to all others, with room for ``num_slots`` messages."""
         place = self.place
         if self._library is None:
             others = range(1, place.size) if place.rank == 0 else (0,)
-            return MessageChannel(self._ranks, others, _DRAWN_TAG)
-        memory = self._memory("drawn", 0, place.rank)
+            return MessageChannel(self._ranks, others, _TAGS_OF_FIRST[about])
+        memory = self._memory(about, 0, place.rank)
         reader = None if place.rank == 0 else place.rank - 1
         return SharedChannel(
             self._library,

@@ -24,7 +24,7 @@ def drawn_channel(group: RankGroup, config: BackendConfig) -> Channel:
     """The channel for the tokens; whoever draws need not wait for readers, since it has room for one more than they leave."""
     most_of_row = 1 if config.speculation == "off" else 1 + config.num_speculative_tokens
     longest = 4 * (1 + 3 * config.max_num_seqs * most_of_row)
-    return group.drawn_channel(num_slots=_most_unread(config.place) + 1, slot_bytes=longest)
+    return group.channel_of_first("drawn", num_slots=_most_unread(config.place) + 1, slot_bytes=longest)
 
 
 def _most_unread(place: RankPlace) -> int:

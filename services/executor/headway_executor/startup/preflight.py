@@ -64,7 +64,7 @@ def check(config: ExecutorConfig) -> None:
         _check_files(directory)
     max_model_len = max_model_len_of(config.max_model_len, _context_of(directory, config.backend))
     check_num_kv_blocks(config.num_kv_blocks, block_size=config.block_size, max_model_len=max_model_len)
-    if config.draft_model:
+    if config.draft_model and config.backend_config().place.rank == 0:
         read_model_config(Path(config.draft_model))
 
 
