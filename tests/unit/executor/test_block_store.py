@@ -115,6 +115,18 @@ def test_the_lock_of_a_killed_process_is_gone(tmp_path):
     assert hold_pool_file(tmp_path, "here", 0, LAYOUT).header.name == "pool"
 
 
+def test_who_may_wait_gets_the_file_of_a_process_that_takes_a_while_to_end(tmp_path):
+    before = hold_pool_file(tmp_path, "here", 0, LAYOUT)
+    before.write_header(name="pool", identity="model")
+    ending = threading.Timer(0.2, before.close, kwargs={"remove": False})
+    ending.start()
+    after = hold_pool_file(tmp_path, "here", 0, LAYOUT, patience_s=60)
+    ending.join()
+    assert after.path == before.path
+    assert after.header.name == "pool"
+    assert hold_pool_file(tmp_path, "here", 0, LAYOUT, patience_s=0.05).path != before.path, "its process goes on"
+
+
 def test_room_that_other_pools_may_still_take_is_not_free(tmp_path, monkeypatch):
     room = os.statvfs_result((4096, 4096, 100, 100, 100, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: room)

@@ -3,7 +3,7 @@
 Owns: its layout, name, size and lock. Must not know: transports, what a block means.
 
 A page with the header, the records, then the blocks, from a page's beginning. The kernel drops the lock of a process that
-is killed, so a later process of the same place finds the file, and nobody else writes it. Nothing is reserved: memory is
+is killed, once it has given back all its memory: so a later process of the same place finds the file, and nobody else writes it. Nothing is reserved: memory is
 taken as blocks are written, so the file must fit into what is free, beside what other pools may still take.
 """
 
@@ -16,6 +16,8 @@ import os
 import secrets
 import stat
 import struct
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ FILE_PREFIX = "headway-"
 _MAGIC, _VERSION = b"HWBLOCKS", 1
 _HEADER = struct.Struct("<8sIIQ64s64s")
 _PAGE = 4096
+_POLL_S = 0.02
 _FORGOTTEN_S = 3600.0
 """A file that nobody holds and nobody wrote for so long is removed by whoever makes a new one."""
 
@@ -121,17 +124,32 @@ class PoolFile:
         self._descriptor = -1
 
 
-def hold_pool_file(directory: Path, place: str, number: int, layout: PoolLayout) -> PoolFile:
+def hold_pool_file(
+    directory: Path, place: str, number: int, layout: PoolLayout, *, patience_s: float = 0.0
+) -> PoolFile:
     """Take over the file that a dead process of this place and number left behind, or make one.
 
-    Files that it left and that have other sizes are removed.
+    Files that it left and that have other sizes are removed. If another process holds one, wait so long for its end.
 
     Raises:
         OSError: there is no such directory, or too little room.
     """
     digest = hashlib.sha256(f"{os.geteuid()} {place}".encode()).hexdigest()[:12]
     prefix = f"{FILE_PREFIX}{digest}-{'x' if number < 0 else number}-"
-    for path in sorted(directory.glob(f"{prefix}*")):
+    deadline = time.monotonic() + patience_s
+    while True:
+        paths = sorted(directory.glob(f"{prefix}*"))
+        left = _take_over(paths, layout)
+        if left is not None:
+            return left
+        if not any(path.exists() for path in paths) or time.monotonic() >= deadline:
+            return _make(directory, directory / f"{prefix}{secrets.token_hex(6)}", layout)
+        time.sleep(_POLL_S)
+
+
+def _take_over(paths: Sequence[Path], layout: PoolLayout) -> PoolFile | None:
+    """The first of these files that nobody holds and that has these sizes. Those with others are removed."""
+    for path in paths:
         descriptor = _lock(path)
         if descriptor is None:
             continue
@@ -142,7 +160,7 @@ def hold_pool_file(directory: Path, place: str, number: int, layout: PoolLayout)
         with contextlib.suppress(OSError):
             path.unlink()
         os.close(descriptor)
-    return _make(directory, directory / f"{prefix}{secrets.token_hex(6)}", layout)
+    return None
 
 
 def _make(directory: Path, path: Path, layout: PoolLayout) -> PoolFile:

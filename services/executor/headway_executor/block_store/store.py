@@ -84,11 +84,13 @@ class BlockStore:
         warn: Callable[[str], None] = lambda _: None,
         directory: Path = SHARED_MEMORY,
         patience_s: float = PATIENCE_S,
+        predecessor_s: float = 0.0,
     ) -> None:
         """Make a store without memory.
 
         ``place`` and ``number`` (-1: none) tell this executor from others of this user and host. ``variant``: what else
-        changes the contents of blocks, beside what the backend announces.
+        changes the contents of blocks, beside what the backend announces. ``predecessor_s``: how long the process before may
+        take to end.
         """
         self._transports = transports
         self._place = place
@@ -98,6 +100,7 @@ class BlockStore:
         self._warn = warn
         self._directory = directory
         self._patience_s = patience_s
+        self._predecessor_s = predecessor_s
         self._block_bytes = 0
         self._layout = ""
         self._file: PoolFile | None = None
@@ -114,7 +117,11 @@ class BlockStore:
         if self._uses_shared_memory:
             try:
                 self._file = hold_pool_file(
-                    self._directory, self._place, self._number, PoolLayout(num_blocks, block_bytes)
+                    self._directory,
+                    self._place,
+                    self._number,
+                    PoolLayout(num_blocks, block_bytes),
+                    patience_s=self._predecessor_s,
                 )
             except OSError as error:
                 self._warn(f"host blocks are not in shared memory: {self._directory}: {error.strerror or error}")

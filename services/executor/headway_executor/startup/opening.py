@@ -23,6 +23,8 @@ from headway_proto.step import BackendInfo
 from headway_proto.wording import shown
 
 _PROGRESS_INTERVAL_S = 2.0
+_PREDECESSOR_S = 5.0
+"""For a rank that was killed because rank 0 ended: nobody waits for it, and to unmap a GiB takes some 40 ms."""
 
 
 class Opening:
@@ -59,6 +61,7 @@ class Opening:
             variant=variant_of(place, " ".join((config.quantization, *_forms_of_products(config, place)))),
             uses_shared_memory=config.host_pool == "shm",
             warn=log.warning,
+            predecessor_s=_PREDECESSOR_S if place.rank else 0.0,
         )
         self._served_name = config.served_model_name
         self._config = msgspec.structs.replace(
