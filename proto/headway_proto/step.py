@@ -75,7 +75,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ``max_speculative_tokens`` per row and step, 0 with several lanes. ``host_pool`` names the contents of the host blocks: a process that takes
     them over from one that died announces the same name; "" if they end with the process. ``block_addresses``: where
     other executors reach them, best first, each ``TRANSPORT:ADDRESS``. ``num_lanes``: steps that it works on at the same
-    time, one for each stage of its pipeline. ``adapters``: those that are loaded; none with several lanes.
+    time, one for each stage of its pipeline. ``adapters``: those that are loaded.
 
     ``embedding_size``: numbers of a pooled vector, 0 without rule 10; ``default_pooling`` is the checkpoint's own, or
     ``NO_POOLING``; a reranker's is ``POOL_SCORE``, the only one that it has.
@@ -145,8 +145,8 @@ def info_problem(info: BackendInfo) -> str | None:
             return f"{field}: {len(getattr(info, field))} characters; allowed: at most {_MAX_NAME_CHARACTERS}"
     if info.num_lanes > 1 and info.max_speculative_tokens:
         return f"max_speculative_tokens: {info.max_speculative_tokens} is not allowed with several lanes; allowed: 0"
-    if len(info.adapters) > (_MAX_ADAPTERS if info.supports_adapters and info.num_lanes == 1 else 0):
-        return f"adapters: {len(info.adapters)} are not allowed; allowed: {_MAX_ADAPTERS}, with one lane and a backend for them"
+    if len(info.adapters) > (_MAX_ADAPTERS if info.supports_adapters else 0):
+        return f"adapters: {len(info.adapters)} are not allowed; allowed: {_MAX_ADAPTERS}, with a backend for them"
     addresses = info.block_addresses
     if len(addresses) > _MAX_BLOCK_ADDRESSES or any(len(address) > _MAX_NAME_CHARACTERS for address in addresses):
         return (
@@ -240,11 +240,27 @@ class PoolingOutput(AdapterOutput, frozen=True, array_like=True, kw_only=True):
     """A step with new rows that are pooled: ``pooled`` is a column group (row, pooling). See rule 10.
 
     Of ``SchedulerOutput``, ``TransferringOutput``, ``AdapterOutput`` and this, each has all fields of the one before, and a
-    step is the first that holds what it needs. An executor with several lanes takes neither adapters nor pooled rows, so
-    its ``LaneOutput`` holds neither.
+    step is the first that holds what it needs; with several lanes, of ``LaneOutput`` and ``PoolingLaneOutput``.
     """
 
     pooled: bytes = b""
+
+
+class PoolingLaneOutput(LaneOutput, frozen=True, array_like=True, kw_only=True):
+    """A step of a lane with new rows that run with an adapter or are pooled; see ``PoolingOutput``."""
+
+    adapters: tuple[RowAdapter, ...] = ()
+    pooled: bytes = b""
+
+
+def adapters_in(output: SchedulerOutput) -> tuple[RowAdapter, ...]:
+    """Which new rows of a step run with which adapter."""
+    return output.adapters if isinstance(output, AdapterOutput | PoolingLaneOutput) else ()
+
+
+def pooled_in(output: SchedulerOutput) -> bytes:
+    """Which new rows of a step are pooled: see ``PoolingOutput``."""
+    return output.pooled if isinstance(output, PoolingOutput | PoolingLaneOutput) else b""
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -362,6 +378,7 @@ _TO_EXECUTOR: dict[type[msgspec.Struct], int] = {
     AdapterOutput: 6,
     AdapterChange: 7,
     PoolingOutput: 8,
+    PoolingLaneOutput: 9,
 }
 _TO_SCHEDULER: dict[type[msgspec.Struct], int] = {
     ExecutorOutput: 16,

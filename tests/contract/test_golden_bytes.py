@@ -148,6 +148,17 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
     (TO_SCHEDULER, AdapterChanged(3, ADAPTER)),
     (TO_SCHEDULER, AdapterChanged(4, error="no such directory")),
     (TO_EXECUTOR, step.PoolingOutput(epoch=1, step=2, scheduled_new_reqs=(NEW_REQUEST,), pooled=encode_columns(PAIR))),
+    (
+        TO_EXECUTOR,
+        step.PoolingLaneOutput(
+            epoch=1,
+            step=2,
+            scheduled_new_reqs=(NEW_REQUEST,),
+            lane=3,
+            adapters=(RowAdapter(1, ADAPTER.identity),),
+            pooled=encode_columns(PAIR),
+        ),
+    ),
     (TO_EXECUTOR, step.NewEpoch(1, 2, 3)),
     (TO_EXECUTOR, step.SchedulerHeartbeat(3)),
     (
@@ -319,6 +330,7 @@ ADDED = {
     step.LaneOutput: {"lane": 0},
     step.AdapterOutput: {"adapters": ()},
     step.PoolingOutput: {"pooled": b""},
+    step.PoolingLaneOutput: {"adapters": (), "pooled": b""},
     step.PooledOutput: {"vectors": ()},
     ingress.SubmitPooled: {"pooling": POOL_LAST},
     ingress.TokensAndVectors: {"vectors": ()},

@@ -60,10 +60,12 @@ def files(tmp_path_factory) -> tuple[Path, dict[str, list[list[int]]]]:
     return root, expected
 
 
-@pytest.fixture(params=[(1, 1), (16, 1), (16, 2)], ids=["one at once", "many at once", "ranks"])
+@pytest.fixture(
+    params=[(1, 1, 1), (16, 1, 1), (16, 2, 1), (16, 1, 2)], ids=["one at once", "many at once", "ranks", "stages"]
+)
 def headway(request, files, tmp_path) -> AsyncIterator[RunningHeadway]:
     root, _ = files
-    max_adapters, degree = request.param
+    max_adapters, *degrees = request.param
     config = BackendConfig(
         model=str(root / "model"),
         dtype="float32",
@@ -73,7 +75,9 @@ def headway(request, files, tmp_path) -> AsyncIterator[RunningHeadway]:
         adapters={name: str(root / name) for name in NAMES[:2]},
     )
     limits = SchedulerLimits(max_adapters=max_adapters)
-    backend = ThreadedBackend(TorchBackend()) if degree == 1 else GroupBackend(tensor_parallel=degree)
+    backend = ThreadedBackend(TorchBackend())
+    if degrees != [1, 1]:
+        backend = GroupBackend(tensor_parallel=degrees[0], pipeline_parallel=degrees[1])
     with running(tmp_path, root / "model", backend, config, limits) as up:
         yield up
 

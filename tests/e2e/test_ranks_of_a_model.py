@@ -152,7 +152,7 @@ async def of_adapters(client: AsyncClient, directory: Path) -> list[Any]:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
-@pytest.mark.parametrize("degrees", ["tensor"])
+@pytest.mark.parametrize("degrees", ["tensor", "pipeline"])
 async def test_adapters_vectors_and_scores_are_those_of_one_rank(degrees: str, transport: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "llama3")
     for seed, name in enumerate(("first", "loaded")):

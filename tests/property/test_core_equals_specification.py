@@ -13,11 +13,11 @@ from headway_proto.pooling import POOL_CLS
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import (
     DIGEST_INTERVAL_STEPS,
-    AdapterOutput,
     ExecutorOutput,
     LaneOutput,
-    PoolingOutput,
     SchedulerOutput,
+    adapters_in,
+    pooled_in,
 )
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.memory.pinned_prefixes import PinRefused
@@ -58,10 +58,8 @@ def readable(output: SchedulerOutput) -> dict[str, object]:
         "swap_out": [tuple(pair) for pair in decode_columns(output.swap_out, 2).T.tolist()],
         "swap_in": [tuple(pair) for pair in decode_columns(output.swap_in, 2).T.tolist()],
         "lane": output.lane if isinstance(output, LaneOutput) else None,
-        "adapters": [(of.row, of.adapter) for of in output.adapters] if isinstance(output, AdapterOutput) else [],
-        "pooled": [tuple(pair) for pair in decode_columns(output.pooled, 2).T.tolist()]
-        if isinstance(output, PoolingOutput)
-        else [],
+        "adapters": [(of.row, of.adapter) for of in adapters_in(output)],
+        "pooled": [tuple(pair) for pair in decode_columns(pooled_in(output), 2).T.tolist()],
         "total": output.total_num_scheduled_tokens,
         "speculative": [tuple(pair) for pair in decode_columns(output.num_speculative_tokens, 2).T.tolist()],
     }
@@ -222,8 +220,8 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         supports_prompt_logprobs=True,
         max_speculative_tokens=draw(st.sampled_from([0, 1, 4, 9])) if num_lanes == 1 else 0,
         num_lanes=num_lanes,
-        supports_adapters=num_lanes == 1 and draw(st.booleans()),
-        embedding_size=draw(st.sampled_from([0, 8])) if num_lanes == 1 else 0,
+        supports_adapters=draw(st.booleans()),
+        embedding_size=draw(st.sampled_from([0, 8])),
     )
     limits = SchedulerLimits(
         max_num_batched_tokens=draw(st.integers(min_value=1, max_value=64)),

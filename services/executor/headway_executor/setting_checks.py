@@ -135,11 +135,6 @@ def _check_group(config: BackendConfig, takes: Takes) -> None:
         raise BackendConfigError(
             f"device {shown(config.device)} is not allowed with {num_ranks} ranks; allowed: {', '.join(takes.rank_devices)}"
         )
-    if config.adapters and config.place.pipeline_parallel > 1:
-        raise BackendConfigError(
-            f"adapter {shown(min(config.adapters))} is not allowed with pipeline_parallel {config.place.pipeline_parallel}; "
-            "allowed: pipeline_parallel 1"
-        )
 
 
 def _check_speculation(config: BackendConfig) -> None:

@@ -221,12 +221,15 @@ def test_every_variant_of_the_kernels_has_them(adapted_model, family, name, vari
     ],
 )
 def test_ranks_have_their_parts_of_adapters(adapted_model, family, form):
-    """On the kernels, with the bits of one rank."""
+    """On the kernels and in stages, with the bits of one rank."""
     directory, adapters, expected = adapted_model(family)
     options = {"kernels": "eager", "tensor_parallel_form": "fast"} if form == "fast" else {"kernels": form}
     settings = {"adapters": {name: str(path) for name, path in adapters.items()}, "options": options}
     answers = []
-    for backend in (InlineGroup(tensor_parallel=2), TorchBackend()):
+    backends = {"alone": TorchBackend(), "tensor": InlineGroup(tensor_parallel=2)}
+    if form != "fast":
+        backends["pipeline"] = InlineGroup(pipeline_parallel=2)
+    for backend in backends.values():
         _, info = opened = backend, open_on(backend, directory, **settings)
         names = ("", *adapters)
         requests = [
@@ -240,10 +243,11 @@ def test_ranks_have_their_parts_of_adapters(adapted_model, family, form):
             expected[name][i] for i in range(len(LENGTHS)) for name in names
         ]
         answers.append([(request.output, [line.logprob for line in request.logprobs]) for request in requests])
-    group, alone = answers
-    assert [tokens for tokens, _ in group] == [tokens for tokens, _ in alone]
+    alone, together, *in_stages = answers
+    assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
     if form == "compiled":
-        assert group == alone
+        assert together == alone
+    assert in_stages == [alone] * len(in_stages)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Decoders that are stored without a head, as Qwen3-Embedding-8B is: they make vectors, and are refused where there are none."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from checkpoints import VOCAB_SIZE, make_model, tokenizer
+from group_backend import GroupBackend
 from headway.client import AsyncClient, HeadwayError
 from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
 from headway_executor.backends.torch_backend import TorchBackend
@@ -18,7 +20,6 @@ from headway_executor.backends.torch_loading import checked
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.model_settings import settings_of
-from headway_executor.rank_place import RankPlace
 from headway_scheduler.core.state.limits import SchedulerLimits
 from lora_files import merge_adapter, write_adapter
 from threaded_headway import running
@@ -45,16 +46,21 @@ def expected(model: PreTrainedModel, prompt: list[int]) -> np.ndarray:
     return last / np.linalg.norm(last)
 
 
-@pytest.mark.parametrize("kernels", ["compiled", "eager"])
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model"])
-async def test_it_embeds_over_grpc_and_generates_nothing(tmp_path: Path, architecture: str, kernels: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "kernels", "num_stages"),
+    [*itertools.product(["Qwen3ForCausalLM", "Qwen3Model"], ["compiled", "eager"], [1]), ("Qwen3Model", "compiled", 2)],
+)
+async def test_it_embeds_over_grpc_and_generates_nothing(
+    tmp_path: Path, architecture: str, kernels: str, num_stages: int
+) -> None:
     model = make(tmp_path / "model", architecture=architecture)
     adapter = str(write_adapter(tmp_path / "adapter", model, seed=1, task_type="FEATURE_EXTRACTION"))
     config = BackendConfig(
         model=str(tmp_path / "model"), options={"kernels": kernels}, adapters={"a": adapter}, **SIZES
     )
     limits = SchedulerLimits(max_num_batched_tokens=16)
-    with running(tmp_path, tmp_path / "model", TorchBackend(), config, limits) as server:
+    backend = TorchBackend() if num_stages == 1 else GroupBackend(pipeline_parallel=num_stages)
+    with running(tmp_path, tmp_path / "model", backend, config, limits) as server:
         async with AsyncClient(server.address) as client:
             await client.wait_ready(20)
             for name in ("", "a"):
@@ -97,21 +103,12 @@ def test_nothing_that_belongs_to_a_head_is_asked_for(tmp_path: Path, family: str
     backend.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"speculation": "ngram"}, "speculation 'ngram' is not allowed with a model without a head"),
-        ({"place": RankPlace(pipeline_parallel=2)}, "pipeline_parallel 2 is not allowed with a model without a head"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+def test_it_has_nothing_to_propose_for(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     make(directory)
-    config = BackendConfig(model=str(directory), **SIZES | changes)
-    with (
-        Checkpoint(directory) as checkpoint,
-        pytest.raises(BackendConfigError, match=f"{message}, which makes vectors"),
-    ):
+    config = BackendConfig(model=str(directory), speculation="ngram", **SIZES)
+    message = "speculation 'ngram' is not allowed with a model without a head, which makes vectors"
+    with Checkpoint(directory) as checkpoint, pytest.raises(BackendConfigError, match=message):
         checked(checkpoint, settings_of(config, torch.device("cpu")), config)
 
 

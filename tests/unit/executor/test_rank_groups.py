@@ -264,8 +264,8 @@ def test_a_group_gives_the_vectors_of_one_rank(tmp_path):
     size, alone = vectors_and_token(TorchBackend(), tmp_path)
     assert size == 48
     assert len(alone[1][1]) == 2
-    for transport in ("auto", "gloo"):
-        group = InlineGroup(tensor_parallel=2)
+    for transport, degrees in (("auto", (2, 1)), ("gloo", (2, 1)), ("auto", (1, 2)), ("gloo", (2, 2))):
+        group = InlineGroup(tensor_parallel=degrees[0], pipeline_parallel=degrees[1])
         assert vectors_and_token(group, tmp_path, transport) == (size, alone)
 
 

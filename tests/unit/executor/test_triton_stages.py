@@ -148,25 +148,26 @@ def test_devices_that_compute_layers_together_draw_the_tokens_of_one(family, sta
 
 
 @pytest.mark.parametrize(
-    ("family", "names", "kind", "most_recorded"),
+    ("family", "names", "kind", "most_recorded", "degrees"),
     [
-        ("llama-bias", ("all", "back"), Recorded, 512),
+        ("llama-bias", ("all", "back"), Recorded, 512, (2, 1)),
+        ("llama-bias", ("back", "all"), Recorded, 512, (1, 2)),
         *(
             pytest.param(*case, marks=pytest.mark.deep)
             for case in (
-                ("llama-bias", ("back", "all"), TritonBackend, 8),
-                ("qwen2_moe", ("stacks", "down"), TritonBackend, 512),
-                ("qwen2_moe", ("apart", "gate_up"), TritonBackend, 8),
-                ("gpt_oss", ("down", "gate_up"), TritonBackend, 8),
-                ("deepseek_v3", ("down", "stacks"), TritonBackend, 512),
-                ("phi3", (FUSED["phi3"], ("o_proj",)), TritonBackend, 512),
-                ("mimo_v2", (FUSED["mimo_v2"], ("v_proj",)), TritonBackend, 512),
-                ("laguna", (FUSED["laguna"], ("g_proj",)), TritonBackend, 512),
+                ("llama-bias", ("back", "all"), TritonBackend, 8, (2, 1)),
+                ("qwen2_moe", ("stacks", "down"), TritonBackend, 512, (2, 1)),
+                ("qwen2_moe", ("apart", "gate_up"), TritonBackend, 8, (2, 2)),
+                ("gpt_oss", ("down", "gate_up"), TritonBackend, 8, (2, 1)),
+                ("deepseek_v3", ("down", "stacks"), TritonBackend, 512, (1, 2)),
+                ("phi3", (FUSED["phi3"], ("o_proj",)), TritonBackend, 512, (2, 1)),
+                ("mimo_v2", (FUSED["mimo_v2"], ("v_proj",)), TritonBackend, 512, (2, 1)),
+                ("laguna", (FUSED["laguna"], ("g_proj",)), TritonBackend, 512, (2, 1)),
             )
         ),
     ],
 )
-def test_so_they_do_with_adapters(family, names, kind, most_recorded, tmp_path, monkeypatch):
+def test_so_they_do_with_adapters(family, names, kind, most_recorded, degrees, tmp_path, monkeypatch):
     """Beside a row without; adapters come after its first step, and one goes. Steps beyond recorded sizes compute in another way."""
     monkeypatch.setattr(graphs, "MAX_MIXED_TOKENS", most_recorded)
     model = make_checkpoint(tmp_path / "model", family)
@@ -177,7 +178,8 @@ def test_so_they_do_with_adapters(family, names, kind, most_recorded, tmp_path, 
     config = BackendConfig(model=str(tmp_path / "model"), num_kv_blocks=40, block_size=8, **SETTINGS)
     config = msgspec.structs.replace(config, max_num_seqs=6)
     outputs, launched = [], set()
-    for backend in (InlineGroup(kind=kind, tensor_parallel=2), TritonBackend()):
+    group = InlineGroup(kind=kind, tensor_parallel=degrees[0], pipeline_parallel=degrees[1])
+    for backend in (group, TritonBackend()):
         info = backend.open(config)
         assert info.supports_adapters
         driver = BackendDriver(backend, info)
@@ -326,11 +328,6 @@ def test_devices_that_compute_layers_together_conform(scenario, tmp_path):
             (2, 1),
             {"options": {"chunk_attention": "flash"}},
             "chunk_attention 'flash' is not allowed with tensor_parallel 2",
-        ),
-        (
-            (1, 2),
-            {"adapters": {"one": "there"}},
-            "adapter 'one' is not allowed with pipeline_parallel 2; allowed: pipe",
         ),
         ((1, 9), {}, "pipeline_parallel 9 is not allowed; the model has . layers, so allowed: 1 to ."),
     ],

@@ -61,10 +61,6 @@ MISTAKES = [
     ("--quantization fp8", "--quantization 'fp8' is not allowed; allowed: none, int8, int4"),
     ("--backend-option kernels=fast", "--backend-option kernels 'fast' is not allowed; allowed: auto, compiled, eager"),
     ("--backend-option oops=1", "--backend-option 'oops' is not allowed; allowed: kernels.*"),
-    (
-        f"--pipeline-parallel 2 --adapter one={Path(__file__).parent}",
-        "--adapter 'one' is not allowed with pipeline_parallel 2; allowed: pipeline_parallel 1",
-    ),
     ("--tensor-parallel 65", "--tensor-parallel: 65 is not allowed; allowed: 1 to 64"),
     ("--backend simulated --backend-option oops=1", "--backend-option: 'oops' is not known; allowed: vocab_size.*"),
     (

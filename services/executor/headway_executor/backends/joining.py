@@ -50,7 +50,7 @@ def slowest(microseconds: float, group: RankGroup | None) -> float:
 
 
 def num_lanes_of(config: BackendConfig) -> int:
-    """How many steps are in the stages at once. With more than one, they name neither adapters nor pooled rows.
+    """How many steps are in the stages at once.
 
     A step that speculates is answered before the next: then there is one, and stages wait for each other.
     """

@@ -97,7 +97,7 @@ class SimulatedBackend:
             num_lanes=self._num_stages,
             supports_adapters=True,
             adapters=tuple([self.load_adapter(self.read_adapter(*named)) for named in config.adapters.items()]),
-            embedding_size=EMBEDDING_SIZE if self._num_stages == 1 else 0,
+            embedding_size=EMBEDDING_SIZE,
             default_pooling=POOL_LAST,
         )
 

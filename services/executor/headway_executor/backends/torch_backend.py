@@ -117,7 +117,6 @@ class TorchBackend:
                 assert self._group is not None
                 self._model = _following(config, settings, forward, self._group)
         pool, adapters, states = forward.pool, forward.adapters, forward.states
-        num_lanes = num_lanes_of(config)
         return BackendInfo(
             backend="torch",
             device=str(device),
@@ -135,10 +134,10 @@ class TorchBackend:
             supports_prompt_logprobs=True,
             supports_constraints=supports_constraints,
             max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
-            num_lanes=num_lanes,
-            supports_adapters=adapters is not None and num_lanes == 1,
+            num_lanes=num_lanes_of(config),
+            supports_adapters=adapters is not None,
             adapters=() if adapters is None else adapters.loaded,
-            embedding_size=0 if num_lanes > 1 or model_config.names.projections else model_config.hidden_size,
+            embedding_size=0 if model_config.names.projections else model_config.hidden_size,
             default_pooling=default_pooling(directory, POOL_LAST),
             generates=model_config.has_head,
             keeps_states=states is not None,

@@ -52,19 +52,12 @@ def checked(checkpoint: Checkpoint, settings: ModelSettings, config: BackendConf
     """
     check_tensors(settings.model_config, checkpoint, config.quantization)
     model_config = as_stored(settings.model_config, checkpoint, config.warn)
-    _check_head(model_config, config)
+    if config.speculation != "off":
+        require_head(
+            model_config, f"speculation {shown(config.speculation)}", "off"
+        )  # Nothing is drawn that could be proposed.
     check_speculation(model_config, config)
     return settings._replace(model_config=model_config)
-
-
-def _check_head(model_config: ModelConfig, config: BackendConfig) -> None:
-    """Lanes name no pooled rows, and nothing is drawn that could be proposed."""
-    for field, value, allowed in (
-        ("pipeline_parallel", config.place.pipeline_parallel, 1),
-        ("speculation", config.speculation, "off"),
-    ):
-        if value != allowed:
-            require_head(model_config, f"{field} {shown(value)}", str(allowed))
 
 
 def load(

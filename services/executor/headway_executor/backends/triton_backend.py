@@ -112,9 +112,7 @@ class TritonBackend:
             settings = settings._replace(model_config=as_stored(model_config, weights, config.warn))
             require_head(settings.model_config, "backend 'triton'", "backend torch")
             check_speculation(settings.model_config, config)
-            adapters = (
-                _adapters(config, settings.model_config, part, device) if config.place.pipeline_parallel == 1 else None
-            )
+            adapters = _adapters(config, settings.model_config, part, device)
             draft_files = None
             if draft is not None and draft_weights is not None:
                 found = as_stored(draft.model_config, draft_weights, config.warn)
@@ -149,8 +147,8 @@ class TritonBackend:
             supports_constraints=constraints is not None and constraints.is_supported,
             max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
             num_lanes=num_lanes_of(config),
-            supports_adapters=adapters is not None,
-            adapters=() if adapters is None else adapters.loaded,
+            supports_adapters=True,
+            adapters=adapters.loaded,
             keeps_states=parts.states is not None,
         )
 

@@ -23,12 +23,12 @@ from headway_executor.batch.diff_checks import (
 from headway_executor.batch.row_lanes import RowLanes, checked_exceptions
 from headway_proto.columns import Int32Array
 from headway_proto.step import (
-    AdapterOutput,
     BackendInfo,
     LaneOutput,
     NewRequest,
-    PoolingOutput,
     SchedulerOutput,
+    adapters_in,
+    pooled_in,
     state_digest,
 )
 from headway_proto.wording import shown
@@ -133,8 +133,8 @@ class BatchState:
         if output.scheduled_new_reqs:
             adapters = self._adapters_of(output)
             new_rows = tuple([self._admit(request, adapters) for request in output.scheduled_new_reqs])
-        if isinstance(output, PoolingOutput):
-            new_rows = with_pooling(new_rows, output.pooled, self._info)
+        if pooled := pooled_in(output):
+            new_rows = with_pooling(new_rows, pooled, self._info)
         lane = self._lane_of(output)
         if self._lanes is not None and finished.size:
             self._lanes.leave(finished)
@@ -183,13 +183,14 @@ class BatchState:
         return rows
 
     def _adapters_of(self, output: SchedulerOutput) -> dict[int, str]:
-        if not isinstance(output, AdapterOutput) or not output.adapters:
+        entries = adapters_in(output)
+        if not entries:
             return {}
         if not self._info.supports_adapters:
             raise ImpossibleDiff("adapters: this executor takes none")
-        adapters = {entry.row: entry.adapter for entry in output.adapters}
+        adapters = {entry.row: entry.adapter for entry in entries}
         new_rows = {request.row for request in output.scheduled_new_reqs}
-        if len(adapters) != len(output.adapters) or not adapters.keys() <= new_rows:
+        if len(adapters) != len(entries) or not adapters.keys() <= new_rows:
             raise ImpossibleDiff("adapters: a row is not new in this step, or has several")
         return adapters
 

@@ -56,8 +56,8 @@ class ModelFiles(NamedTuple):
 
 
 class DeviceParts:
-    """``group``: the other ranks of this executor, or None. ``adapters`` None: the model takes none; ``draft`` None: no model
-    proposes tokens. Pools come with ``open_pools``.
+    """``group``: the other ranks of this executor, or None. ``draft`` None: no model here proposes tokens. Pools come with
+    ``open_pools``.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DeviceParts:
         files: ModelFiles,
         runtime: Runtime,
         group: RankGroup | None,
-        adapters: ModelAdapters | None,
+        adapters: ModelAdapters,
         draft: ModelFiles | None,
     ) -> None:
         model_config, dtype, max_model_len = files.settings
@@ -80,12 +80,10 @@ class DeviceParts:
         max_num_rows = config.max_num_seqs
         num_proposals = 0 if config.speculation == "off" else config.num_speculative_tokens
         self.most_rows = most_rows_of(max_num_rows, config.max_num_batched_tokens, num_proposals)
-        self.adapters: DeviceAdapters | None = None
-        if adapters is not None:
-            most_tokens = most_recorded_tokens(self.most_rows, config.max_num_batched_tokens)
-            self.adapters = DeviceAdapters(
-                adapters, model_config, runtime, max_num_rows=self.most_rows, most_tokens=most_tokens
-            )
+        most_tokens = most_recorded_tokens(self.most_rows, config.max_num_batched_tokens)
+        self.adapters = DeviceAdapters(
+            adapters, model_config, runtime, max_num_rows=self.most_rows, most_tokens=most_tokens
+        )
         self.upload = StepUpload(runtime, self.most_rows)
         self.rows = DeviceRows(
             runtime, max_num_rows=max_num_rows, max_model_len=max_model_len, block_size=config.block_size
@@ -127,13 +125,12 @@ class DeviceParts:
     def launch(self, batch: StepBatch, shape: StepShape, *, draws: bool = False) -> None:
         """Send the step's columns and launch it; ``draws``: with the likeliest token of each row behind it."""
         size = self.target.size_of(shape, draws=draws)
-        if self.adapters is not None:
-            token_rows = np.repeat(batch.rows, batch.num_scheduled_tokens)
+        token_rows = np.repeat(batch.rows, batch.num_scheduled_tokens)
+        self.adapters.begin(token_rows, size.num_tokens)
+        size = size._replace(is_adapted=self.adapters.are_any)
+        if self.adapters.are_any and self.target.lacks_adapted:
+            self.record_adapted()
             self.adapters.begin(token_rows, size.num_tokens)
-            size = size._replace(is_adapted=self.adapters.are_any)
-            if self.adapters.are_any and self.target.lacks_adapted:
-                self.record_adapted()
-                self.adapters.begin(token_rows, size.num_tokens)
         if self.states is not None:
             self.states.advance(batch.rows, batch.num_computed_tokens, batch.num_scheduled_tokens)
         self.upload.send(batch, shape, size.num_rows)
@@ -148,7 +145,6 @@ class DeviceParts:
     def record_adapted(self) -> None:
         """Record those of steps with adapters, once, if any are recorded."""
         if self.target.lacks_adapted:
-            assert self.adapters is not None
             self.upload.clear()
             self.adapters.clear()
             self.target.record(self._said_recording, is_adapted=True)

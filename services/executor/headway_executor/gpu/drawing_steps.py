@@ -41,8 +41,7 @@ class DrawingSteps:
         self._stage = stage
         self._mates = mates
         self._others = others
-        adapters = None if parts.adapters is None else parts.adapters.adapters
-        self._running = RunningRows(Refusals(parts.vocab_size), parts.sampler, constraints, adapters)
+        self._running = RunningRows(Refusals(parts.vocab_size), parts.sampler, constraints, parts.adapters.adapters)
         self._prompts = PromptReports()
         self._speculation = speculation_over(parts)
 

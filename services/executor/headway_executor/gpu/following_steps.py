@@ -36,7 +36,7 @@ class FollowingSteps:
         self._mates = mates
         self._drawn = None if channel is None else DrawnTokensIn(channel, self._write, config.place)
         self._refusals = Refusals(parts.vocab_size)
-        self._adapters = None if parts.adapters is None else parts.adapters.adapters
+        self._adapters = parts.adapters.adapters
         self._speculation = speculation_over(parts)
 
     def run(self, batch: StepBatch) -> Callable[[], StepResult]:
@@ -68,10 +68,9 @@ class FollowingSteps:
         self._refusals.forget(batch.finished_rows)
         if self._drawn is not None:
             self._drawn.take_in(batch)
-        if self._adapters is not None:
-            self._adapters.leave(batch.finished_rows)
-            for new in batch.new_rows:
-                self._adapters.enter(new.row, new.adapter)  # Rank 0 says which of them cannot run.
+        self._adapters.leave(batch.finished_rows)
+        for new in batch.new_rows:
+            self._adapters.enter(new.row, new.adapter)  # Rank 0 says which of them cannot run.
         new_rows = self._refusals.admitted(batch.new_rows)
         self._parts.rows.apply(new_rows, batch.new_blocks)
         if self._speculation is not None:

@@ -86,8 +86,12 @@ class LoadedParts:
         columns: slice = slice(None),
     ) -> DeviceLinear:
         """The same product, with what adapters add to these of its columns."""
-        return product if self.adapters is None else AdaptedLinear(product, self.adapters, index, site, columns)
+        if self.adapters is None:
+            return product
+        return AdaptedLinear(product, self.adapters, self.part.layers.index(index), site, columns)
 
     def adapted_experts(self, product: DeviceExperts, index: int, site: AdapterSite) -> DeviceExperts:
         """The same of experts."""
-        return product if self.adapters is None else AdaptedExperts(product, self.adapters, index, site)
+        if self.adapters is None:
+            return product
+        return AdaptedExperts(product, self.adapters, self.part.layers.index(index), site)

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from headway_executor.backend import NO_ADAPTERS, BackendConfigError, ReadAdapter, StepBatch, StepResult
+from headway_executor.backend import ReadAdapter, StepBatch, StepResult
 from headway_executor.gpu.block_mover import BlockMover
 from headway_executor.gpu.device_parts import DeviceParts
 from headway_executor.gpu.readback import Readback
@@ -90,9 +90,7 @@ class OpenModel:
 
     @property
     def adapters(self) -> ModelAdapters:
-        """Those of its rows. Raises ``BackendConfigError``: it takes none."""
-        if self.parts.adapters is None:
-            raise BackendConfigError(NO_ADAPTERS)
+        """Those of its rows."""
         return self.parts.adapters.adapters
 
     def load_adapter(self, read: ReadAdapter) -> LoadedAdapter:

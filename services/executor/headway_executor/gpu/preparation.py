@@ -46,7 +46,7 @@ def open_pools(parts: DeviceParts) -> BlockMover:
 def record_graphs(parts: DeviceParts) -> None:
     """Record every size of step, and take the largest step's memory again, which the first ones would have to take."""
     parts.record()
-    if parts.adapters is not None and parts.adapters.adapters.loaded:
+    if parts.adapters.adapters.loaded:
         parts.record_adapted()
     try:
         try_largest_step(parts)
@@ -63,8 +63,7 @@ def try_largest_step(parts: DeviceParts) -> None:
     batch, shape = _launch_largest(parts, most_rows=parts.most_rows)
     if parts.draft is not None:
         parts.draft.forward(parts.draft.size_of(shape._replace(num_rows=min(shape.num_rows, config.max_num_seqs))))
-    if parts.adapters is not None:
-        _try_adapters(parts)
+    _try_adapters(parts)
     decoder = parts.target.decoder
     if decoder.has_head:
         parts.prompt_reader.try_largest(decoder, store, shape.num_tokens)

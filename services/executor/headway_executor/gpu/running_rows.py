@@ -15,10 +15,10 @@ from headway_proto.columns import Int32Array
 
 
 class RunningRows:
-    """``adapters`` None: the model takes none."""
+    """The parts are those of one model."""
 
     def __init__(
-        self, refusals: Refusals, sampler: DeviceSampler, constraints: ConstrainedRows, adapters: ModelAdapters | None
+        self, refusals: Refusals, sampler: DeviceSampler, constraints: ConstrainedRows, adapters: ModelAdapters
     ) -> None:
         self.refusals = refusals
         self._sampler = sampler
@@ -32,8 +32,7 @@ class RunningRows:
         self.refusals.add(self._sampler.add_rows(admitted))
         for new in admitted:
             self._constraints.add(new.row, new.sampling.constraint, new.token_ids[new.num_prompt_tokens :])
-            why_not = "" if self._adapters is None else self._adapters.enter(new.row, new.adapter)
-            if why_not:
+            if why_not := self._adapters.enter(new.row, new.adapter):
                 self.refusals.add({new.row: why_not})
         return admitted
 
@@ -42,8 +41,7 @@ class RunningRows:
         self.refusals.forget(rows)
         self._sampler.forget(rows)
         self._constraints.forget(rows)
-        if self._adapters is not None:
-            self._adapters.leave(rows)
+        self._adapters.leave(rows)
 
     def are_unmasked(self) -> bool:
         """Whether all rows may sample any token."""

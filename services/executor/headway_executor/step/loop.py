@@ -46,7 +46,7 @@ from headway_executor.step.seams import Link, NoRanks, Ranks
 from headway_process.pulse import Pulse
 from headway_proto.adapters import name_of
 from headway_proto.columns import Int32Array
-from headway_proto.step import DIGEST_INTERVAL_STEPS, AdapterOutput, SchedulerOutput
+from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput, adapters_in
 
 
 class Channel(Protocol):
@@ -239,10 +239,11 @@ class StepCycle:
         """Whether a new row's adapter is still being loaded, here or on another rank: a new executor is asked for what it
         lacks, and gets steps at once. Rows that run already have theirs.
         """
-        if not isinstance(output, AdapterOutput):
+        entries = adapters_in(output)
+        if not entries:
             return False
         changing = {*self._adapters.names, *self._ranks.changing_adapters}
-        return any(name_of(row.adapter) in changing for row in output.adapters)
+        return any(name_of(row.adapter) in changing for row in entries)
 
     def _begin(self, output: SchedulerOutput, now: float) -> list[bytes]:
         try:

@@ -12,6 +12,7 @@ from headway_proto.step import (
     DIGEST_INTERVAL_STEPS,
     AdapterOutput,
     LaneOutput,
+    PoolingLaneOutput,
     PoolingOutput,
     SchedulerOutput,
     TransferringOutput,
@@ -65,15 +66,15 @@ class Sending:
             num_speculative_tokens=plan.speculative_tokens(),
         )
         exports, pulls, transfers = epoch.swapping.transfers.take(step)
-        if plan.has_lane:
-            output = LaneOutput(**_fields(output), exports=exports, pulls=pulls, lane=decoding.lane)
-        elif plan.pooled:
-            adapters, pooled = tuple(plan.adapters), plan.pooled_rows()
-            output = PoolingOutput(**_fields(output), exports=exports, pulls=pulls, adapters=adapters, pooled=pooled)
-        elif plan.adapters:
-            output = AdapterOutput(**_fields(output), exports=exports, pulls=pulls, adapters=tuple(plan.adapters))
-        elif exports or pulls:
-            output = TransferringOutput(**_fields(output), exports=exports, pulls=pulls)
+        if exports or pulls or plan.has_lane or plan.adapters or plan.pooled:
+            more: dict[str, Any] = {"exports": exports, "pulls": pulls}
+            if plan.has_lane:
+                more["lane"] = decoding.lane
+            if plan.adapters or plan.pooled:
+                more["adapters"] = tuple(plan.adapters)
+            if plan.pooled:
+                more["pooled"] = plan.pooled_rows()
+            output = _kind_of(plan)(**_fields(output), **more)
         epoch.finished_rows.clear()
         digest = digest_of(rows, has_lanes=plan.has_lane) if step % DIGEST_INTERVAL_STEPS == 0 else None
         epoch.send(
@@ -95,6 +96,17 @@ class Sending:
             decoding.let_decode(plan.held_back)
         self._counters.num_steps += 1
         return output
+
+
+def _kind_of(plan: StepPlan) -> type[TransferringOutput]:
+    """The smallest message that holds a plan which a ``SchedulerOutput`` does not hold."""
+    if plan.has_lane:
+        return PoolingLaneOutput if plan.adapters or plan.pooled else LaneOutput
+    if plan.pooled:
+        return PoolingOutput
+    if plan.adapters:
+        return AdapterOutput
+    return TransferringOutput
 
 
 def _fields(output: SchedulerOutput) -> dict[str, Any]:
