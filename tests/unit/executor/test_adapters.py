@@ -68,6 +68,7 @@ FUSED = {
     "gemma4-shared": ("q_proj", "v_proj", "o_proj", "gate_proj"),
     "gemma3n": ("q_proj", "o_proj", "gate_proj"),
     "laguna": ("q_proj", "g_proj", "o_proj"),
+    "deepseek_v32": ("q_a_proj", "kv_b_proj", "o_proj"),
     "bitnet": ("q_proj", "o_proj", "down_proj"),
     "kolibri1": ("q_proj", "o_proj"),
     "modernbert_decoder": ("k_proj", "Wi", "attn.Wo", "mlp.Wo"),
@@ -268,10 +269,14 @@ def test_an_adapter_of_fused_projections(tmp_path, family, kernels):
     backend.close()
 
 
-def test_an_adapter_of_a_layers_own_inputs_is_refused(tmp_path):
-    model = make_checkpoint(tmp_path / "model", "gemma4-shared")
-    adapter = write_adapter(tmp_path / "adapter", model, seed=3, targets=("q_proj", "per_layer_input_gate"))
-    with pytest.raises(ModelFilesError, match=r"tensor .*per_layer_input_gate.* is not supported"):
+@pytest.mark.parametrize(
+    ("family", "others", "target"),
+    [("gemma4-shared", "q_proj", "per_layer_input_gate"), ("deepseek_v32", "kv_b_proj", "wq_b")],
+)
+def test_an_adapter_of_what_adapters_do_not_reach_is_refused(tmp_path, family, others, target):
+    model = make_checkpoint(tmp_path / "model", family)
+    adapter = write_adapter(tmp_path / "adapter", model, seed=3, targets=(others, target))
+    with pytest.raises(ModelFilesError, match=rf"tensor .*{target}.* is not supported"):
         open_backend(tmp_path / "model", adapters={"own": str(adapter)})
 
 

@@ -65,6 +65,15 @@ def test_both_backends_store_and_read_the_same(family, tmp_path):
     assert firsts == pytest.approx(exact_firsts, abs=0.5)
 
 
+def test_keys_of_an_index_are_codes_too(tmp_path):
+    make_checkpoint(tmp_path, "deepseek_v32")
+    eager = {"options": {"kernels": "eager"}}
+    exact, coded = (run(tmp_path, "torch", kv_cache_dtype=kind, **eager) for kind in ("auto", "fp8"))
+    assert logprobs_of(coded) != logprobs_of(exact)
+    firsts = ([request.logprobs[0].logprob for request in requests] for requests in (coded, exact))
+    assert next(firsts) == pytest.approx(next(firsts), abs=0.5)
+
+
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_layers_with_heads_of_several_sizes_have_no_codes(kind, tmp_path):
     make_checkpoint(tmp_path, "gemma4")

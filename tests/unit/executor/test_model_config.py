@@ -354,6 +354,23 @@ def test_older_spellings_of_gemma_3_mean_the_same(tmp_path):
     assert read(tmp_path, old) == read(tmp_path, new)
 
 
+@pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        ({"index_topk_pattern": "FSF"}, ("full", "shared", "full")),
+        ({"index_topk_freq": 2}, ("full", "full", "shared")),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, ("full", "shared", "full")),
+        ({}, ("full", "full", "full")),
+    ],
+)
+def test_the_layers_with_an_index_may_be_said_in_several_ways(tmp_path, said, kinds):
+    model = make_model("glm_moe_dsa")
+    values = model.config.to_dict() | {"architectures": ["GlmMoeDsaForCausalLM"], "indexer_types": None}
+    assert type(model.config)(**values | said).indexer_types == list(kinds)
+    config = read(tmp_path, values | said)
+    assert tuple("shared" if layer.sees_as_before else "full" for layer in config.layers) == kinds
+
+
 @pytest.mark.parametrize("name", [*FAMILIES, *ON_OPERATORS])
 def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name):
     model = make_model(name)
@@ -370,6 +387,13 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name
     [
         ("afmoe", {"attention_bias": True}, "attention_bias"),
         ("afmoe", {"num_expert_groups": 2}, "num_expert_groups"),
+        ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank"),
+        ("deepseek_v32", {"index_head_dim": 22}, "index_head_dim"),
+        ("deepseek_v32", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, "indexer_types"),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FSX"}, "index_topk_pattern"),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": {"F": 3}}, "index_topk_pattern"),
         ("dots1", {"scoring_func": "softmax"}, "scoring_func"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
         ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min"),

@@ -184,6 +184,22 @@ def test_experts_and_latent_attention_in_a_group(family, tmp_path):
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
 
 
+def test_an_index_of_keys_is_whole_on_each_rank(tmp_path):
+    """What layers share that an index chose is of one stage."""
+    eager, degrees = {"options": {"kernels": "eager"}}, ((2, 1), (1, 2), (2, 2))
+    for family in ("deepseek_v32", "glm_moe_dsa"):
+        make_checkpoint(tmp_path / family, family)
+        alone = story(TorchBackend(), tmp_path / family, **eager)
+        for tensor_parallel, pipeline_parallel in degrees if family == "deepseek_v32" else degrees[:1]:
+            group = InlineGroup(tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
+            found = story(group, tmp_path / family, **eager)
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
+    with pytest.raises(
+        BackendConfigError, match="pipeline_parallel 2 is not allowed; the model's layers share what an"
+    ):
+        part_of(read_model_config(tmp_path / "glm_moe_dsa"), place_of(0, 1, 2))
+
+
 @needs_kernels
 def test_rows_that_ranks_share_have_room_for_the_widest_layer(tmp_path, monkeypatch):
     make_checkpoint(tmp_path, "gemma4-keys")

@@ -464,7 +464,7 @@ def test_ropes_of_sections_are_those_of_such_models_alone(tmp_path):
         ({"architectures": ["MistralLarge4ForConditionalGeneration"]}, "an index of the keys"),
         ({"architectures": ["Glm5NextForConditionalGeneration"]}, r"an index of the keys .*, .*hyper-connections"),
         ({"architectures": ["MuseSparkForConditionalGeneration"]}, "norms of what each expert gives"),
-        ({"architectures": ["GlmMoeDsaForCausalLM"]}, "an index of the keys"),
+        ({"architectures": ["DeepseekV4ForCausalLM"]}, "an index of the keys .*, .*hyper-connections"),
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "later tokens of the prompt"),
         (
             {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "opt"}},

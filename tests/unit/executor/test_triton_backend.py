@@ -104,6 +104,8 @@ USUAL = (
 
 REFUSED = {
     "gemma3n": r"several hidden states of a token \(AltUp\), sparse activations",
+    "deepseek_v32": "an index of the keys that a query sees",
+    "glm_moe_dsa": "an index of the keys that a query sees",
 }
 """What the kernels lack."""
 

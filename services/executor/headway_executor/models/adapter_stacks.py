@@ -30,7 +30,7 @@ _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 def by_matrix(config: ModelConfig) -> ModelConfig:
     """The same model without biases, with a tensor for each matrix of an expert, outputs first: what adapters add to. They do
-    not reach inputs that layers have of their own, nor what makes several states of one.
+    not reach inputs that layers have of their own, nor an index of keys, nor what makes several states of one.
     """
 
     def apart(experts: ExpertsConfig | None) -> ExpertsConfig | None:
@@ -41,12 +41,15 @@ def by_matrix(config: ModelConfig) -> ModelConfig:
     def without_biases(recurrence: RecurrenceConfig | None) -> RecurrenceConfig | None:
         return None if recurrence is None else msgspec.structs.replace(recurrence, has_bias=False)
 
+    latent = config.attention.latent
+    if latent is not None:
+        latent = msgspec.structs.replace(latent, index=None)
     return msgspec.structs.replace(
         config,
         layer_inputs=None,
         states=None,
         names=msgspec.structs.replace(config.names, has_inputs_first=False),
-        attention=msgspec.structs.replace(config.attention, qkv_bias=False, output_bias=False),
+        attention=msgspec.structs.replace(config.attention, qkv_bias=False, output_bias=False, latent=latent),
         layers=tuple(
             msgspec.structs.replace(
                 layer,

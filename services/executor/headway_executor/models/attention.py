@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.alibi import ScoreBiases
+from headway_executor.models.key_index import IndexedTokens
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.kv_vectors import KvVectors, LayerVectors
 from headway_proto.columns import Int32Array
@@ -84,11 +85,16 @@ class OrderedRows:
 class Group(Protocol):
     """Consecutive tokens that attend together."""
 
-    def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None) -> Tensor:
+    def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None, seen: Tensor | None) -> Tensor:
         """Return ``[tokens, query width]``.
 
-        ``qkv`` ``[tokens, all heads * head_dim]``; ``vectors`` contain the new positions.
+        ``qkv`` ``[tokens, all heads * head_dim]``; ``vectors`` contain the new positions. ``seen``: what ``choose`` gave; None:
+        nothing was chosen.
         """
+        ...
+
+    def choose(self, index: IndexedTokens, vectors: LayerVectors) -> Tensor | None:
+        """Which keys are seen, of those that ``attend`` reads, by the ``index`` of the group's tokens; None: all."""
         ...
 
 
@@ -113,7 +119,9 @@ class AttentionPlan:
         self._slots = slots
         self._positions = positions
         self._places: dict[AttentionShape, tuple[KvVectors, Tensor]] = {}
+        self._places_of_index: dict[AttentionShape, Tensor] = {}
         self._groups: dict[tuple[AttentionShape, int | None, bool], list[tuple[slice, Group]]] = {}
+        self._seen: list[Tensor | None] = []
 
     def attend(
         self,
@@ -125,13 +133,16 @@ class AttentionPlan:
         growth: Tensor | None = None,
         *,
         is_reading: bool = False,
+        index: IndexedTokens | None = None,
+        sees_as_before: bool = False,
     ) -> Tensor:
         """Store new keys and values at ``place``, and attend; return ``[tokens, heads * head_dim]``.
 
         ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head_dim]``; with ``is_reading``, queries alone, and the keys and values are
         there. A query sees ``window`` positions, its own included;
         None: all. ``sinks`` ``[heads]``: in each head's softmax a score without a value. ``growth`` ``[context]`` multiplies
-        queries by their positions, in place.
+        queries by their positions, in place. ``index``: what chooses the keys that are seen; ``sees_as_before``: those are
+        seen that the last index chose.
         """
         if growth is not None:
             qkv[:, : shape.query_width].mul_(growth[self._positions, None])
@@ -144,9 +155,27 @@ class AttentionPlan:
             reads_all = is_reading or all_vectors.is_coded
             groups = _group(shape, all_vectors, self._rows, window, self._biases, qkv, reads_all=reads_all)
             self._groups[shape, window, is_reading] = groups
+        if index is not None:
+            padded = functional.pad(index.keys, (0, shape.head_dim - index.keys.shape[1]))
+            vectors.store(self._index_places(shape, all_vectors, qkv.device), padded)
+            self._seen = [group.choose(index.part(tokens), vectors) for tokens, group in groups]
+        seen = self._seen if index is not None or sees_as_before else [None] * len(groups)
         if len(groups) == 1:
-            return groups[0][1].attend(qkv, vectors, sinks)
-        return torch.cat([group.attend(qkv[tokens], vectors, sinks) for tokens, group in groups])
+            return groups[0][1].attend(qkv, vectors, sinks, seen[0])
+        return torch.cat(
+            [
+                group.attend(qkv[tokens], vectors, sinks, chosen)
+                for (tokens, group), chosen in zip(groups, seen, strict=True)
+            ]
+        )
+
+    def _index_places(self, shape: AttentionShape, vectors: KvVectors, device: torch.device) -> Tensor:
+        """Where the index's keys of new tokens go: int64, ``[tokens]``."""
+        found = self._places_of_index.get(shape)
+        if found is None:
+            found = torch.from_numpy(vectors.index_keys(self._slots)).to(device)
+            self._places_of_index[shape] = found
+        return found
 
     def _placed(self, shape: AttentionShape, device: torch.device) -> tuple[KvVectors, Tensor]:
         """The vectors of layers of this shape, and where new ones go."""
@@ -242,13 +271,18 @@ class _PaddedDecode:
             added = biases.of(queries[:, None], keys.minimum(queries[:, None])).transpose(0, 1).to(like.dtype)
             self._mask = added.masked_fill(~self._seen, _MASKED)
 
-    def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None) -> Tensor:
+    def choose(self, index: IndexedTokens, vectors: LayerVectors) -> Tensor | None:
+        if self._gather.width <= index.num_chosen:
+            return None
+        return index.chosen(self._gather.index_keys(vectors, index), self._seen[:, 0])
+
+    def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None, seen: Tensor | None) -> Tensor:
         shape = self._shape
         keys, values = self._gather.of(vectors)
         # Padding reads slot 0, which may hold NaN: a weight of zero would not hide it.
         values = values.masked_fill(~self._seen.transpose(2, 3), 0.0)
         queries = qkv[:, : shape.query_width].view(-1, shape.num_heads, 1, shape.head_dim)
-        attended = _attend(shape, queries, keys, values, self._mask, sinks)
+        attended = _attend(shape, queries, keys, values, self._mask if seen is None else seen, sinks)
         return attended.reshape(-1, shape.query_width)
 
 
@@ -260,11 +294,26 @@ class _Gather:
         both = np.stack([keys, keys + vectors.value_offset]).transpose(0, 2, 1, 3)
         self._shape = (*both.shape, shape.head_dim)
         self._index = torch.from_numpy(both.reshape(-1)).to(like.device)
+        self._index_keys: Tensor | None = None
+        self._vectors, self._slots = vectors, slots
 
     def of(self, vectors: LayerVectors) -> tuple[Tensor, Tensor]:
         """Both ``[rows, kv_heads, width, head_dim]``."""
         keys, values = vectors.read(self._index).view(self._shape)
         return keys, values
+
+    @property
+    def width(self) -> int:
+        """Of the longest row."""
+        return int(self._slots.shape[1])
+
+    def index_keys(self, vectors: LayerVectors, index: IndexedTokens) -> Tensor:
+        """Those of the index, ``[rows, width, its head_dim]``."""
+        if self._index_keys is None:
+            self._index_keys = torch.from_numpy(self._vectors.index_keys(self._slots).reshape(-1)).to(
+                self._index.device
+            )
+        return vectors.read(self._index_keys).view(*self._slots.shape, -1)[..., : index.keys.shape[1]]
 
 
 class _NewChunks:
@@ -282,7 +331,16 @@ class _NewChunks:
         needs_mask = (window is not None and window < num_new) or not shape.is_plain or biases is not None
         self._mask = _mask(range(num_new), num_new, window, biases, like) if needs_mask else None
 
-    def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None) -> Tensor:  # noqa: ARG002 - all keys are new
+    def choose(self, index: IndexedTokens, vectors: LayerVectors) -> Tensor | None:
+        del vectors  # All keys are new.
+        num_rows, num_new = self._size
+        if num_new <= index.num_chosen:
+            return None
+        visible = torch.ones(num_new, num_new, dtype=torch.bool, device=index.keys.device).tril_()
+        return index.chosen(index.keys.view(num_rows, num_new, -1), visible[None])
+
+    def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None, seen: Tensor | None) -> Tensor:
+        del vectors
         shape = self._shape
         heads = qkv.view(*self._size, -1, shape.head_dim).transpose(1, 2)
         first_value = shape.num_heads + shape.num_kv_heads
@@ -291,7 +349,7 @@ class _NewChunks:
             heads[:, : shape.num_heads],
             heads[:, shape.num_heads : first_value],
             heads[:, first_value:],
-            self._mask,
+            self._mask if seen is None else seen,
             sinks,
         )
         return attended.transpose(1, 2).reshape(-1, shape.query_width)
@@ -315,11 +373,16 @@ class _ContinuedChunk:
         self._gather = _Gather(shape, vectors, slots[None], like)
         self._mask = _mask(range(first, first + len(slots)), num_new, window, biases, like)
 
-    def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None) -> Tensor:
+    def choose(self, index: IndexedTokens, vectors: LayerVectors) -> Tensor | None:
+        if self._gather.width <= index.num_chosen:
+            return None
+        return index.chosen(self._gather.index_keys(vectors, index), (self._mask == 0)[None])
+
+    def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None, seen: Tensor | None) -> Tensor:
         shape = self._shape
         keys, values = self._gather.of(vectors)
         queries = qkv[:, : shape.query_width].view(1, -1, shape.num_heads, shape.head_dim).transpose(1, 2)
-        attended = _attend(shape, queries, keys, values, self._mask, sinks)
+        attended = _attend(shape, queries, keys, values, self._mask if seen is None else seen, sinks)
         return attended.transpose(1, 2).reshape(-1, shape.query_width)
 
 

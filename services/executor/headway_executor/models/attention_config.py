@@ -30,10 +30,24 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 1.0
 
 
+class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A query sees the ``num_chosen`` keys whose products with ``num_heads`` queries of ``head_dim`` channels, behind a ReLU and
+    each times a weight, add up to the most. Rotated are as many channels as of keys. Tensors have names behind ``prefix``, which
+    is behind that of the layer.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_chosen: int
+    is_interleaved: bool
+    prefix: str = "self_attn.indexer."
+
+
 class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Keys and values of all heads come from one compressed row of ``rank``, queries from one of ``query_rank`` (None:
     from the hidden state). Heads of keys have ``plain_dim`` channels of their own and share ``rotary_dim``. Tensors have names
-    behind ``prefix``, which is behind that of the layer: among them the ``output``, and ``gates``, if there are any.
+    behind ``prefix``, which is behind that of the layer: among them the ``output``, and ``gates``, if there are any. With an
+    ``index``, a query sees some of the keys alone.
     """
 
     query_rank: int | None
@@ -44,6 +58,7 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix: str = "self_attn."
     output: str = "o_proj"
     gates: str | None = None
+    index: IndexConfig | None = None
 
     @property
     def key_dim(self) -> int:

@@ -52,7 +52,7 @@ def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> 
         return f"a norm over heads of {padded[0]} channels"
     if any(recurrence.taps > MOST_TAPS for recurrence in config.recurrences(range(config.num_layers))):
         return f"convolutions of more than {MOST_TAPS} tokens"
-    every = frozenset(Feature) - {Feature.LATENT_EXPERTS, Feature.STATES, Feature.SPARSITY}
+    every = frozenset(Feature) - {Feature.LATENT_EXPERTS, Feature.STATES, Feature.SPARSITY, Feature.INDEX}
     return lacking(
         config,
         every

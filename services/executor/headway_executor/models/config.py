@@ -210,7 +210,8 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     positions; no backend has such masks, so no context is longer. Beside attention, or in its place, there may be a
     ``recurrence``. A layer may have neither, or no feed-forward. ``attention`` None: the model's; another may differ from that
     in ``num_heads``, ``num_kv_heads``, ``head_dim``, ``rotary_dim``, ``values_are_keys`` and ``has_sinks``. With ``keys_of``, the layer has queries alone,
-    and reads the keys and values of that layer before it, which has attention of the same sizes.
+    and reads the keys and values of that layer before it, which has attention of the same sizes. With ``sees_as_before``, its
+    queries see the keys that those of the layer before see, and it has no index.
     """
 
     feed_forward: FeedForwardConfig
@@ -222,6 +223,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     attends: bool = True
     attention: AttentionConfig | None = None
     keys_of: int | None = None
+    sees_as_before: bool = False
 
     @property
     def mixes(self) -> bool:
@@ -391,6 +393,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def has_states(self) -> bool:
         """Whether blocks alone do not say what a request's tokens have been."""
         return any(layer.recurrence is not None for layer in self.layers)
+
+    @property
+    def has_index(self) -> bool:
+        """Whether queries see some of the keys alone."""
+        return self.attention.latent is not None and self.attention.latent.index is not None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -21,6 +21,7 @@ from headway_executor.models.alibi import ScoreBiases
 from headway_executor.models.attention import AttentionPlan, AttentionShape
 from headway_executor.models.attention_config import GateKind, Rotary
 from headway_executor.models.config import Activation
+from headway_executor.models.key_index import KeyIndex
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.recurrence import Recurrence, RowStates, StateSpan
 from headway_executor.models.rope import rotate_
@@ -186,7 +187,7 @@ class Attention:
     """``qkv`` gives its parts side by side, or with ``is_reading`` queries alone: keys and values are of a layer before.
     ``qk_norm`` normalises the first heads, or is None; with ``norms_rotated``, behind the rotation. A query sees ``window`` positions; None: all. ``rope`` None: no rotation.
     ``growth``: see ``query_factors``; None: 1. ``clip``: see ``AttentionConfig``. The last ``num_gates`` columns of ``qkv``
-    are gates of what attention gives.
+    are gates of what attention gives. ``index``: of the keys that are seen, or None; ``sees_as_before``: see ``LayerConfig``.
     """
 
     shape: AttentionShape
@@ -206,6 +207,8 @@ class Attention:
     gate_kind: GateKind
     clip: float | None
     clips_normed: bool
+    index: KeyIndex | None
+    sees_as_before: bool
 
     def __call__(self, inputs: Tensor, rotations: Rotations, plan: StepPlan) -> Tensor:
         """``[tokens, hidden] -> [tokens, hidden]``; ``rotations`` ``[tokens, 1, head_dim // 2]``."""
@@ -222,8 +225,20 @@ class Attention:
             rotate_(heads[:, : self.num_rotated], rotations[self.rope])
         if self.qk_norm is not None and self.norms_rotated:
             heads.copy_(self.qk_norm(heads))
+        index = None
+        if self.index is not None:
+            assert self.rope is not None
+            index = self.index(inputs, rotations[self.rope])
         attended = plan.attention.attend(
-            self.shape, self.place, self.window, qkv, self.sinks, self.growth, is_reading=self.is_reading
+            self.shape,
+            self.place,
+            self.window,
+            qkv,
+            self.sinks,
+            self.growth,
+            is_reading=self.is_reading,
+            index=index,
+            sees_as_before=self.sees_as_before,
         )
         if self.num_gates:
             attended.mul_(gates.sigmoid_() if self.gate_kind == "sigmoid" else functional.softplus(gates))

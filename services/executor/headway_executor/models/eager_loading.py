@@ -15,6 +15,7 @@ from headway_executor.models.alibi import ScoreBiases, score_biases
 from headway_executor.models.altup import States
 from headway_executor.models.altup_loading import alternating_layer, states_at_ends
 from headway_executor.models.attention import AttentionShape
+from headway_executor.models.attention_config import IndexConfig
 from headway_executor.models.config import ModelConfig, RecurrenceConfig
 from headway_executor.models.decoder import (
     ACTIVATIONS,
@@ -27,6 +28,7 @@ from headway_executor.models.decoder import (
     HeadLayerNorms,
     Layer,
     LayerInput,
+    LayerNorm,
     LayerTable,
     Product,
     Recurrent,
@@ -35,9 +37,10 @@ from headway_executor.models.decoder import (
 )
 from headway_executor.models.eager_experts import eager_experts
 from headway_executor.models.eager_products import EagerProducts
+from headway_executor.models.key_index import INDEX_EPS, KeyIndex
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.latent import InTurn, LatentQkv
-from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
+from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, IndexTensors, LatentTensors
 from headway_executor.models.linear import GatheredLinear
 from headway_executor.models.part import whole
 from headway_executor.models.recurrence import Recurrence
@@ -183,6 +186,7 @@ class _Loader:
         num_rotated = num_heads + (0 if is_reading else num_kv_heads)
         has_values = attention.norms_values and not is_reading
         growth = layer.query_growth
+        latent_qkv, key_index = (None, None) if latent is None else self._latent_qkv(place, index, latent)
         if latent is not None or attention.value_dim:  # Groups of inputs cannot be padded.
             padded = tensors.wide_output(index) if latent is None else (latent.output(), None)
             output = self._make.adapted(self._make.linear(*padded), place, AdapterSite.OUTPUT)
@@ -199,9 +203,7 @@ class _Loader:
             ),
             place=kv_place,
             is_reading=is_reading,
-            qkv=self._make.dense(lambda read: read.qkv(index), place, AdapterSite.QKV)
-            if latent is None
-            else self._latent_qkv(place, latent),
+            qkv=latent_qkv or self._make.dense(lambda read: read.qkv(index), place, AdapterSite.QKV),
             num_normed=num_rotated + num_kv_heads * has_values,
             num_rotated=num_rotated,
             qk_norm=self._qk_norm(index),
@@ -218,6 +220,8 @@ class _Loader:
             clips_normed=attention.clips_normed,
             num_gates=0 if attention.gates == "none" else num_heads * attention.head_dim,
             gate_kind=attention.gate_kind,
+            index=key_index,
+            sees_as_before=layer.sees_as_before,
         )
 
     def _recurrent(self, place: int, index: int, recurrence: RecurrenceConfig) -> Recurrent:
@@ -259,17 +263,21 @@ class _Loader:
         weight, bias, norm = before
         return InTurn((self._make.linear(weight, bias), ACTIVATIONS[config.activation], self._make.norm(norm), head))
 
-    def _latent_qkv(self, place: int, latent: LatentTensors) -> LatentQkv:
+    def _latent_qkv(self, place: int, index: int, latent: LatentTensors) -> tuple[LatentQkv, KeyIndex | None]:
         config, query, gates = self._config.attention.latent, latent.query(), latent.gates()
         assert config is not None
         expansion, query_in = latent.query_expansion(), latent.query_in()
+        key_index: KeyIndex | None = None
         if expansion is None or query_in is None:
             assert query is not None
             queries: Product = self._make.adapted(self._make.linear(query), place, AdapterSite.LATENT_QUERY)
         else:
             compress = self._make.adapted(self._make.linear(query_in), place, AdapterSite.LATENT_QUERY_IN)
-            queries = InTurn((compress, *self._expansion(expansion, place, AdapterSite.LATENT_QUERY)))
-        return LatentQkv(
+            norm, expand = self._expansion(expansion, place, AdapterSite.LATENT_QUERY)
+            queries = InTurn((compress, norm, expand))
+            if config.index is not None and not self._config.layers[index].sees_as_before:
+                key_index = self._key_index(InTurn((compress, norm)), latent.index(config.index), config.index)
+        qkv = LatentQkv(
             query=queries,
             compress=self._make.adapted(self._make.linear(latent.key_value_in()), place, AdapterSite.LATENT_IN),
             expand=InTurn(self._expansion(latent.key_value_expansion(), place, AdapterSite.LATENT_EXPANSION)),
@@ -279,6 +287,18 @@ class _Loader:
             gates=None
             if gates is None
             else self._make.adapted(self._make.linear(gates), place, AdapterSite.LATENT_GATES),
+        )
+        return qkv, key_index
+
+    def _key_index(self, compress: Product, tensors: IndexTensors, config: IndexConfig) -> KeyIndex:
+        """It computes the compressed row again, a twentieth of attention."""
+        norm = LayerNorm(self._make.wide(tensors.norm_weight), self._make.wide(tensors.norm_bias), INDEX_EPS)
+        return KeyIndex(
+            compress=compress,
+            queries=self._make.linear(tensors.queries),
+            keys=InTurn((self._make.linear(tensors.keys), norm)),
+            weights=self._make.wide(tensors.weights),
+            num_chosen=config.num_chosen,
         )
 
     def _expansion(self, expansion: Expansion, place: int, site: AdapterSite) -> tuple[Product, Product]:

@@ -33,6 +33,7 @@ class Feature(StrEnum):
     LATENT_EXPERTS = "experts between a compression and an expansion"
     SINKS = "attention sinks"
     LATENT = "latent attention"
+    INDEX = "an index of the keys that a query sees"
     NEAR_SHARES = "experts weighed by their share of near scores"
     WEIGHED_INPUTS = "experts whose inputs are weighed"
     QUERY_GROWTH = "queries that grow with their position"
@@ -105,6 +106,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.EXPERT_NORMS: any(feed.experts is not None and feed.experts.names.norms is not None for feed in feeds),
         Feature.LATENT_EXPERTS: any(feed.experts is not None and feed.experts.latent_size > 0 for feed in feeds),
         Feature.LATENT: attention.latent is not None,
+        Feature.INDEX: config.has_index,
         Feature.SINKS: names.sinks is not None,
         Feature.GATES: attention.gates != "none",
         Feature.SOFTPLUS_GATES: attention.gates != "none" and attention.gate_kind == "softplus",

@@ -80,7 +80,8 @@ def vectors_layout(
     """Of a part whose blocks are vectors of heads; see ``kv_vectors``."""
 
     def block_of(attention: AttentionConfig) -> StoredBlock:
-        shape = (2 * len(part.kv_heads_of(attention.num_kv_heads)), block_size, attention.head_dim)
+        num_vectors = 2 * len(part.kv_heads_of(attention.num_kv_heads)) + config.has_index
+        shape = (num_vectors, block_size, attention.head_dim)
         return stored_block(kv_cache_dtype, shape, dtype)
 
     layout = kv_layout(config, part.layers, block_of)

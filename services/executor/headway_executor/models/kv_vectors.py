@@ -2,8 +2,8 @@
 
 Owns: where a vector is, how it is stored and read. Must not know: rows, attention.
 
-A layer's part of a block is ``[2 * kv_heads, block_size, head_dim]``, key heads first; ``headway_kernels.kv_codes`` says what one
-of codes is.
+A layer's part of a block is ``[2 * kv_heads, block_size, head_dim]``, key heads first, and behind the values perhaps keys of an
+index; ``headway_kernels.kv_codes`` says what one of codes is.
 """
 
 from typing import Protocol
@@ -43,7 +43,7 @@ class KvVectors:
         self.is_coded = kv_codes.is_coded(pool.layers)
         """What is read differs from what has been stored."""
         is_alone = pool.layers.dim() > 3  # Else layers stand behind each other.
-        self._per_block = 2 * num_kv_heads * self.block_size if is_alone else pool.layers.shape[2] // head_dim
+        self._per_block = pool.layers.shape[2] * self.block_size if is_alone else pool.layers.shape[2] // head_dim
         self._head_dim = head_dim
 
     @property
@@ -63,6 +63,11 @@ class KvVectors:
         blocks, offsets = np.divmod(slots, self.block_size)
         heads = np.arange(self._num_kv_heads).reshape(-1, *(1 for _ in slots.shape))
         return blocks * self._per_block + heads * self.block_size + offsets
+
+    def index_keys(self, slots: _Int64Array) -> _Int64Array:
+        """The places of the index's keys of ``slots``: int64, of their shape."""
+        blocks, offsets = np.divmod(slots, self.block_size)
+        return blocks * self._per_block + 2 * self.value_offset + offsets
 
 
 class _Numbers:

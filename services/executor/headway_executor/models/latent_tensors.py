@@ -3,7 +3,7 @@
 Owns: their names, the order and padding of channels, one rank's heads. Must not know: files, the rest of a layer.
 
 Keys and values come from one compressed row of a token (DeepSeek-AI 2024, arXiv 2405.04434). In a head, the channels that
-are rotated come first here, and values are padded to the width of keys.
+are rotated come first here, and values are padded to the width of keys. Every rank has a whole index of keys.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.models.attention_config import LatentConfig
+from headway_executor.models.attention_config import IndexConfig, LatentConfig
 from headway_executor.models.part import ModelPart
 
 LATENT_EPS = 1e-6
@@ -29,6 +29,16 @@ KEY_VALUE_IN = "kv_a_proj_with_mqa"
 def latent_shapes(config: LatentConfig, heads: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names behind a layer's prefix, and shapes."""
     yield from ((config.prefix + name, shape) for name, shape in _shapes(config, heads, hidden))
+
+
+def index_shapes(config: LatentConfig, index: IndexConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The same of an index of keys."""
+    assert config.query_rank is not None  # Its reader has seen to it.
+    yield f"{index.prefix}wq_b.weight", (index.num_heads * index.head_dim, config.query_rank)
+    yield f"{index.prefix}wk.weight", (index.head_dim, hidden)
+    yield f"{index.prefix}k_norm.weight", (index.head_dim,)
+    yield f"{index.prefix}k_norm.bias", (index.head_dim,)
+    yield f"{index.prefix}weights_proj.weight", (index.num_heads, hidden)
 
 
 def _shapes(config: LatentConfig, heads: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -51,6 +61,18 @@ class Expansion(NamedTuple):
 
     norm: Tensor
     weight: Tensor
+
+
+class IndexTensors(NamedTuple):
+    """Of an index: ``queries`` ``[heads * head_dim, query_rank]``, ``keys`` ``[head_dim, hidden]`` and the layer norm behind them,
+    ``weights`` ``[heads, hidden]``. Rotated pairs of channels lie side by side.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor
+    weights: Tensor
 
 
 class LatentTensors:
@@ -120,6 +142,22 @@ class LatentTensors:
             return None
         return self._read(f"{config.gates}.weight", self._part.heads).repeat_interleave(config.key_dim, 0)
 
+    def index(self, config: IndexConfig) -> IndexTensors:
+        """The index of keys, in this order of channels."""
+
+        def read(name: str) -> Tensor:
+            return self._read_named(config.prefix + name, None, None)
+
+        order = _side_by_side(config, self._config.rotary_dim)
+        queries = read("wq_b.weight")
+        return IndexTensors(
+            queries.view(config.num_heads, config.head_dim, -1)[:, order].flatten(0, 1),
+            read("wk.weight")[order],
+            read("k_norm.weight")[order],
+            read("k_norm.bias")[order],
+            read("weights_proj.weight"),
+        )
+
     def shared_places(self) -> Tensor:
         """Where in a key the shared channels are: int64, ``[rotary_dim]``."""
         return (self._order < self._config.rotary_dim).nonzero().flatten()
@@ -134,3 +172,11 @@ class LatentTensors:
 
     def _channels(self, head_dim: int) -> range:
         return range(self._part.heads.start * head_dim, self._part.heads.stop * head_dim)
+
+
+def _side_by_side(index: IndexConfig, rotary_dim: int) -> Tensor:
+    """The channels of an index's head with rotated pairs side by side, int64; they are the first ones."""
+    channels = torch.arange(index.head_dim)
+    rotated = channels[:rotary_dim]
+    pairs = rotated if index.is_interleaved else rotated.view(2, -1).t().reshape(-1)
+    return torch.cat([pairs, channels[rotary_dim:]])

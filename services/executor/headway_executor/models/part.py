@@ -167,6 +167,11 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
         raise BackendConfigError(
             f"pipeline_parallel {place.pipeline_parallel} is not allowed; the model's layers share keys and values, so allowed: 1"
         )
+    if place.pipeline_parallel > 1 and any(layer.sees_as_before for layer in config.layers):
+        raise BackendConfigError(
+            f"pipeline_parallel {place.pipeline_parallel} is not allowed; the model's layers share what an index chose, so "
+            "allowed: 1"
+        )
     if place.pipeline_parallel > 1 and config.layer_inputs is not None:
         raise BackendConfigError(
             f"pipeline_parallel {place.pipeline_parallel} is not allowed; the model's layers have inputs of their own, so "

@@ -28,7 +28,9 @@ from headway_executor.models.families.dbrx import read_dbrx
 from headway_executor.models.families.deepseek import (
     read_deepseek_v2,
     read_deepseek_v3,
+    read_deepseek_v32,
     read_glm4_moe_lite,
+    read_glm_moe_dsa,
     read_minicpm3,
     read_mistral4,
     read_youtu,
@@ -98,8 +100,10 @@ from headway_executor.models.families.qwen_hybrid import read_qwen3_5, read_qwen
 from headway_executor.models.families.reading import (
     CHUNKED,
     FULL,
+    INDEXED,
     SLIDING,
     architecture_of,
+    kinds_of,
     layer_types_of,
     refuse_unless,
 )
@@ -127,6 +131,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "DbrxForCausalLM": read_dbrx,
     "DeepseekV2ForCausalLM": read_deepseek_v2,
     "DeepseekV3ForCausalLM": read_deepseek_v3,
+    "DeepseekV32ForCausalLM": read_deepseek_v32,
     "Dots1ForCausalLM": read_dots1,
     "Ernie4_5ForCausalLM": read_ernie,
     "Ernie4_5_MoeForCausalLM": read_ernie_moe,
@@ -151,6 +156,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Glm4MoeForCausalLM": read_glm4_moe,
     "Glm4MoeLiteForCausalLM": read_glm4_moe_lite,
     "GlmForCausalLM": read_glm,
+    "GlmMoeDsaForCausalLM": read_glm_moe_dsa,
     "GptOssForCausalLM": read_gpt_oss,
     "GraniteForCausalLM": read_granite,
     "GraniteMoeForCausalLM": read_granite_moe,
@@ -331,6 +337,9 @@ def _within_chunks(config: ModelConfig) -> ModelConfig:
 def _check_kinds(fields: ConfigFields, config: ModelConfig) -> None:
     """Not all families read ``layer_types``; none may be asked there for what it does not do. Those with states do."""
     if config.has_states:
+        return
+    if config.has_index:
+        kinds_of(fields, [INDEXED] * config.num_layers, [INDEXED])
         return
     kinds = [CHUNKED if layer.chunk else FULL if layer.window is None else SLIDING for layer in config.layers]
     if layer_types_of(fields, kinds) != kinds:

@@ -1,6 +1,7 @@
 """DeepSeek V2 and V3: latent attention, groups of experts beside shared ones, the first layers dense.
 
-GLM 4.7 Flash and Mistral 4 are such, too; Youtu is one without experts, and MiniCPM3 one with factors.
+GLM 4.7 Flash and Mistral 4 are such, too; Youtu is one without experts, and MiniCPM3 one with factors. DeepSeek V3.2 and GLM 5 have
+an index of the keys that a query sees.
 """
 
 import math
@@ -10,7 +11,7 @@ from dataclasses import replace
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.attention_config import AttentionConfig, LatentConfig, RopeConfig
+from headway_executor.models.attention_config import AttentionConfig, IndexConfig, LatentConfig, RopeConfig
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, Scalings
 from headway_executor.models.families.mistral import growth_of
 from headway_executor.models.families.positions import read_long_rope, read_rope, rope_section, scaled_context
@@ -31,6 +32,14 @@ _GLM_LITE: Mapping[str, object] = {
     "v_head_dim": 256,
     "rms_norm_eps": 1e-5,
 }
+_GLM5: Mapping[str, object] = {
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "rms_norm_eps": 1e-5,
+}
+_FULL, _SHARED = "full", "shared"
 _MINICPM3: Mapping[str, object] = {
     "q_lora_rank": 768,
     "kv_lora_rank": 256,
@@ -72,6 +81,67 @@ def read_deepseek_v3(fields: ConfigFields) -> ModelConfig:
     feeds = behind_dense_layers(fields, experts, size=2048, shared=1, first=3)
     is_interleaved = fields.flag("rope_interleave", default=True)
     return _read(fields, feeds, default_context=4096, is_interleaved=is_interleaved, further=1)
+
+
+def read_deepseek_v32(fields: ConfigFields) -> ModelConfig:
+    """``DeepseekV32ForCausalLM``: DeepSeek V3, and each layer has an index."""
+    refuse_unless(fields, "rope_interleave", True)
+    experts = read_corrected(fields, ("n_routed_experts", 256), scaling=2.5, groups=(8, 4))
+    feeds = behind_dense_layers(fields, experts, size=2048, shared=1, first=3)
+    config = _read(fields, feeds, default_context=163_840, is_interleaved=True, further=1)
+    return _with_index(fields, config, is_interleaved=False)
+
+
+def read_glm_moe_dsa(fields: ConfigFields) -> ModelConfig:
+    """``GlmMoeDsaForCausalLM``: some layers have an index, and those behind see the keys that it chose."""
+    fields = ConfigFields(fields.source, {**_GLM5, **fields.values})
+    refuse_unless(fields, "rope_interleave", True)
+    experts = read_corrected(fields, ("n_routed_experts", 256), scaling=2.5)
+    feeds = behind_dense_layers(fields, experts, size=2048, shared=1, first=3)
+    config = _read(fields, feeds, default_context=202_752, is_interleaved=True, further=1)
+    config = _with_index(fields, config, is_interleaved=True)
+    kinds = _kinds_of_indices(fields, config.num_layers)
+    layers = zip(config.layers, kinds, strict=True)
+    return msgspec.structs.replace(
+        config, layers=tuple(msgspec.structs.replace(layer, sees_as_before=kind == _SHARED) for layer, kind in layers)
+    )
+
+
+def _with_index(fields: ConfigFields, config: ModelConfig, *, is_interleaved: bool) -> ModelConfig:
+    latent, rotary_dim = config.attention.latent, config.attention.rotary_dim
+    assert latent is not None
+    if latent.query_rank is None:
+        raise fields.refuse("q_lora_rank", "a number, with an index of keys")
+    index = IndexConfig(
+        num_heads=fields.integer("index_n_heads", 64),
+        head_dim=_even(fields, "index_head_dim", 128),
+        num_chosen=fields.integer("index_topk", 2048),
+        is_interleaved=is_interleaved,
+    )
+    if not rotary_dim <= index.head_dim <= latent.key_dim:
+        raise fields.refuse("index_head_dim", f"{rotary_dim} to {latent.key_dim}, the channels of a key")
+    latent = msgspec.structs.replace(latent, index=index)
+    return msgspec.structs.replace(config, attention=msgspec.structs.replace(config.attention, latent=latent))
+
+
+def _kinds_of_indices(fields: ConfigFields, num_layers: int) -> list[str]:
+    """By layer; the first must have one of its own."""
+    kinds = fields.values.get("indexer_types")
+    pattern = fields.values.get("index_topk_pattern")
+    if kinds is None and pattern is not None:
+        letters = {"F": _FULL, "S": _SHARED}
+        kinds = [letters.get(kind, kind) for kind in pattern] if isinstance(pattern, str | list) else pattern
+    if kinds is None:
+        every, offset = (
+            max(1, fields.integer("index_topk_freq", 1, low=0)),
+            fields.integer("index_skip_topk_offset", 2, low=0),
+        )
+        return [_SHARED if max(index - offset + 1, 0) % every else _FULL for index in range(num_layers)]
+    field = "indexer_types" if fields.values.get("indexer_types") is not None else "index_topk_pattern"
+    is_list = isinstance(kinds, list) and len(kinds) == num_layers and all(kind in (_FULL, _SHARED) for kind in kinds)
+    if not is_list or kinds[0] == _SHARED:
+        raise fields.refuse(field, f"{num_layers} of full (F) and shared (S), the first full")
+    return list(kinds)
 
 
 def read_glm4_moe_lite(fields: ConfigFields) -> ModelConfig:

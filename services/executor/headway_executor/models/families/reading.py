@@ -27,6 +27,7 @@ from headway_executor.models.families.positions import THETA, read_rope, rotary_
 from headway_executor.models.tensor_names import TensorNames
 
 SLIDING, FULL, CHUNKED, LINEAR = "sliding_attention", "full_attention", "chunked_attention", "linear_attention"
+INDEXED = "indexed_attention"
 DEFAULT_WINDOW = 4096
 
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -323,10 +323,8 @@ _SECTIONED = {"mrope": "default", "xdrope": "dynamic"}
 
 _INDEX = "an index of the keys that a query sees"
 _REASONS = {
-    "DeepseekV32": _INDEX,
     "DeepseekV4": f"{_INDEX}, and several hidden states of a token that are mixed (hyper-connections)",
     "Glm5Next": f"{_INDEX}, and several hidden states of a token that are mixed (hyper-connections)",
-    "GlmMoeDsa": _INDEX,
     "MistralLarge4": f"{_INDEX}, and layers that share compressed rows",
     "Mllama": "layers that attend to pictures",
     "MuseSpark": "gates of the hidden state, and norms of what each expert gives",

@@ -11,6 +11,7 @@ from headway_proto.columns import encode_column
 from headway_proto.step import (
     DIGEST_INTERVAL_STEPS,
     AdapterOutput,
+    BlockPull,
     LaneOutput,
     PoolingLaneOutput,
     PoolingOutput,
@@ -67,14 +68,7 @@ class Sending:
         )
         exports, pulls, transfers = epoch.swapping.transfers.take(step)
         if exports or pulls or plan.has_lane or plan.adapters or plan.pooled:
-            more: dict[str, Any] = {"exports": exports, "pulls": pulls}
-            if plan.has_lane:
-                more["lane"] = decoding.lane
-            if plan.adapters or plan.pooled:
-                more["adapters"] = tuple(plan.adapters)
-            if plan.pooled:
-                more["pooled"] = plan.pooled_rows()
-            output = _kind_of(plan)(**_fields(output), **more)
+            output = _extended(output, plan, exports, pulls, decoding.lane)
         epoch.finished_rows.clear()
         digest = digest_of(rows, has_lanes=plan.has_lane) if step % DIGEST_INTERVAL_STEPS == 0 else None
         epoch.send(
@@ -98,8 +92,22 @@ class Sending:
         return output
 
 
+def _extended(
+    output: SchedulerOutput, plan: StepPlan, exports: bytes, pulls: tuple[BlockPull, ...], lane: int
+) -> SchedulerOutput:
+    """The smallest message that holds what ``output`` does not."""
+    fields: dict[str, Any] = {name: getattr(output, name) for name in SchedulerOutput.__struct_fields__}
+    fields |= {"exports": exports, "pulls": pulls}
+    if plan.has_lane:
+        fields["lane"] = lane
+    if plan.adapters or plan.pooled:
+        fields["adapters"] = tuple(plan.adapters)
+    if plan.pooled:
+        fields["pooled"] = plan.pooled_rows()
+    return _kind_of(plan)(**fields)
+
+
 def _kind_of(plan: StepPlan) -> type[TransferringOutput]:
-    """The smallest message that holds a plan which a ``SchedulerOutput`` does not hold."""
     if plan.has_lane:
         return PoolingLaneOutput if plan.adapters or plan.pooled else LaneOutput
     if plan.pooled:
@@ -107,10 +115,6 @@ def _kind_of(plan: StepPlan) -> type[TransferringOutput]:
     if plan.adapters:
         return AdapterOutput
     return TransferringOutput
-
-
-def _fields(output: SchedulerOutput) -> dict[str, Any]:
-    return {name: getattr(output, name) for name in SchedulerOutput.__struct_fields__}
 
 
 def digest_of(rows: RowTable, *, has_lanes: bool) -> int:
