@@ -789,7 +789,7 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "granitehybrid-experts": _named("GraniteMoeHybrid", num_local_experts=6, num_experts_per_tok=2, **_MAMBA),
 }
 
-_INDEX: dict[str, object] = {"q_lora_rank": 20, "index_n_heads": 8, "index_head_dim": 10, "index_topk": 7}
+_INDEX: dict[str, object] = {"q_lora_rank": 20, "index_n_heads": 32, "index_head_dim": 10, "index_topk": 7}
 _ON_OPERATORS: dict[str, Callable[[], PreTrainedModel]] = {
     "deepseek_v32": _named("DeepseekV32", n_group=2, topk_group=1, rope_parameters=_DEEPSEEK_ROPE, **_LATENT, **_INDEX),
     "glm_moe_dsa": _named("GlmMoeDsa", indexer_types=["full", "shared", "full"], **_LATENT, **_INDEX),

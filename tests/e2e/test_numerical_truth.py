@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import FURTHER, STATES, make_checkpoint, make_model
+from checkpoints import FURTHER, ON_OPERATORS, STATES, make_checkpoint, make_model
 from headway import AsyncClient
 from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
@@ -48,6 +48,7 @@ DESCRIBED = (
     *("gpt_neox", "gpt_neox-in-turn", "cohere2"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
     *FURTHER,
+    *ON_OPERATORS,
 )
 EVERY_SETTING = tuple(itertools.product((8, 16), (16, 512), (False, True), (False, True)))
 TWO_SETTINGS = ((8, 16, True, True), (16, 512, False, False))

@@ -70,8 +70,9 @@ def test_keys_of_an_index_are_codes_too(tmp_path):
     eager = {"options": {"kernels": "eager"}}
     exact, coded = (run(tmp_path, "torch", kv_cache_dtype=kind, **eager) for kind in ("auto", "fp8"))
     assert logprobs_of(coded) != logprobs_of(exact)
-    firsts = ([request.logprobs[0].logprob for request in requests] for requests in (coded, exact))
-    assert next(firsts) == pytest.approx(next(firsts), abs=0.5)
+    firsts = [[request.logprobs[0].logprob for request in requests] for requests in (coded, exact)]
+    # Some queries see other keys; most see the same.
+    assert np.median(np.abs(np.subtract(*firsts))) < 0.2, firsts
 
 
 @pytest.mark.parametrize("kind", BACKENDS)

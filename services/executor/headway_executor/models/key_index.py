@@ -6,7 +6,6 @@ Owns: scores, and the choice. Must not know: weights, where keys are stored, att
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -46,9 +45,11 @@ class IndexedTokens:
         for head in range(queries.shape[2]):
             scores += functional.relu(queries[:, :, head].float() @ across) * weights[:, :, head, None]
         scores.masked_fill_(~visible, float("-inf"))
-        best = scores.topk(self.num_chosen, -1).indices
-        seen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
-        return seen.logical_and_(visible)[:, None]
+        least = scores.topk(self.num_chosen, -1).values[..., -1:]
+        # Of equal scores, which are zeros, the first ones: whatever lies beside this row.
+        seen, level = scores > least, scores == least
+        num_left = self.num_chosen - seen.sum(-1, keepdim=True)
+        return seen.logical_or_(level & (level.cumsum(-1) <= num_left)).logical_and_(visible)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
