@@ -38,9 +38,9 @@ from matplotlib.figure import Figure
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 
 from headway.planning import openai_front
-from headway.planning.replicas import free_ports
 from headway_gateway.text.tokenization import load_text_model
 from headway_lab.percentiles import percentiles
+from headway_process.free_ports import free_ports
 from program import count, parser_of, provenance, write_result
 from served import DEMO_MODEL, figures, row_of_free_ports, served
 from smg_overhead import running_smg

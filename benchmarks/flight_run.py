@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from headway.client import AsyncClient, HeadwayError
-from headway.planning.replicas import free_ports
 from headway_lab.flight.replay_command import replayed
 from headway_lab.flight.source import Flight
+from headway_process.free_ports import free_ports
 from program import count, parser_of, provenance, write_result
 
 SERVER = {

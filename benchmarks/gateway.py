@@ -27,11 +27,11 @@ import grpc
 
 import headway
 from headway.client import AsyncClient
-from headway.planning.replicas import free_ports
 from headway_gateway.link.live_sequence import LiveSequence
 from headway_gateway.link.scheduler_client import SchedulerClient
 from headway_gateway.wakeup import Wakeup
 from headway_lab.percentiles import percentiles
+from headway_process.free_ports import free_ports
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 from headway_proto.columns import encode_column

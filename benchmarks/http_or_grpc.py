@@ -21,7 +21,7 @@ import msgspec
 from by_way import Way, run
 from gateway import PROMPT, Chain, running_chain
 from headway.client import AsyncClient
-from headway.planning.replicas import free_ports
+from headway_process.free_ports import free_ports
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 

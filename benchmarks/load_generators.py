@@ -33,11 +33,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headway.planning.plan import without_settings
-from headway.planning.replicas import free_ports
 from headway_lab.flight.recording import Recording
 from headway_lab.flight.source import Flight
 from headway_lab.percentiles import percentiles
 from headway_lab.simulate.collector import SimulatedRequest
+from headway_process.free_ports import free_ports
 from program import count, parser_of, provenance, write_result
 from served import DEMO_MODEL, served
 

@@ -16,7 +16,6 @@ better figure.
 import argparse
 import asyncio
 import contextlib
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from gateway import Chain, running_chain, throughput
 from headway.__main__ import main as headway_main
 from headway.commands.keys import make_keys
 from headway_executor.links.channel import SchedulerChannel
+from headway_process.free_ports import free_ports
 from headway_process.pulse import Pulse
 from headway_proto import framing, generation_pb2_grpc, ingress, step
 from headway_proto.columns import encode_column
@@ -59,13 +59,6 @@ RUNS_PER_CHAIN = 8
 START_S = 120.0
 """The most that the processes of a chain may take to serve, on a machine that does other things too."""
 BEAT_S = 0.01
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # --------------------------------------------------------------------------------------------------------------- step
@@ -233,7 +226,8 @@ def measure_steps(num_running: int, steps: int, rounds: int, seed: int) -> dict[
 def link_addresses(kind: str, directory: Path) -> tuple[str, str]:
     if kind == "ipc":
         return f"ipc://{directory}/step", f"ipc://{directory}/ingress"
-    return f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
+    step, ingress = free_ports("127.0.0.1", 2)
+    return f"tcp://127.0.0.1:{step}", f"tcp://127.0.0.1:{ingress}"
 
 
 def echo(address: str, keys: str, answer_bytes: int) -> None:
@@ -330,7 +324,7 @@ def measure_chain(directory: Path, streams: int, tokens: int, step_us: float, ro
         for way in (BARE_TCP, GUARDED, IPC):
             folder = directory / f"{way}{step_us:g}{place}"
             folder.mkdir(mode=0o700)
-            address = f"127.0.0.1:{free_port()}"
+            address = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
             links = link_addresses("ipc" if way == IPC else "tcp", folder)
             keys = directory / "keys" if way == GUARDED else None
             program = (sys.executable, __file__, BARE) if way == BARE_TCP else (sys.executable, "-m", "headway")

@@ -25,8 +25,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from by_way import Way, run
 from gateway import DEMO_MODEL, PROMPT, Chain, running_chain
 from headway.planning import openai_front
-from headway.planning.replicas import free_ports
 from headway_gateway.text.tokenization import load_text_model
+from headway_process.free_ports import free_ports
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 

@@ -30,6 +30,7 @@ import psutil
 import headway
 from headway.client import AsyncClient, HeadwayError, UnavailableError
 from headway_executor.simulated.token_hash import TokenHash
+from headway_process.free_ports import free_ports
 from headway_proto.sampling import SamplingParams
 
 DEMO_MODEL = Path(headway.__file__).with_name("demo_model")
@@ -42,9 +43,7 @@ _POLL_S = 0.005
 
 def free_port() -> int:
     """A port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports("127.0.0.1", 1)[0]
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """The built-in block transports conform, and the suite finds those that do not."""
 
 import importlib.util
-import socket
 
 import msgspec
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from broken_transports import BROKEN, WrappedTransport
 from headway_conformance import ConformanceFailure
 from headway_conformance.block_transports import CASES, TransportUnderTest, case_named, check_transport
+from headway_process.free_ports import free_ports
 
 SHM = "headway_executor.block_store.shm_transport:ShmTransport"
 TCP = "headway_executor.block_store.tcp_transport:TcpTransport"
@@ -16,9 +16,7 @@ NIXL = "headway_executor.block_store.nixl_transport:NixlTransport"
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports("127.0.0.1", 1)[0]
 
 
 def transport_named(name: str) -> TransportUnderTest:

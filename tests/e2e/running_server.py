@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from headway_process.free_ports import free_ports as different_ports
+
 READY = re.compile(
     r"^headway is ready on (?P<address>\S+) \(model \S+, (?P<runs_on>\S+), (\d+ executors, )?[\d.]+ s\)$"
 )
@@ -116,10 +118,7 @@ async def eventually(condition: Callable[[], object], timeout_s: float = 15.0) -
 
 def free_port() -> int:
     """A port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return different_ports("127.0.0.1", 1)[0]
 
 
 @contextlib.contextmanager
@@ -127,9 +126,9 @@ def free_ports(count: int) -> Iterator[int]:
     """The first of so many consecutive ports that are free now."""
     while True:
         with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            first = free_port()
             try:
-                for port in range(first + 1, first + count):
+                for port in range(first, first + count):
                     stack.enter_context(socket.create_server(("127.0.0.1", port)))
             except OSError:
                 continue

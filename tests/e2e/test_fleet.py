@@ -29,9 +29,9 @@ from e2e.test_gateway_serving import MODEL, eventually, stage
 from fake_scheduler import FakeScheduler
 from headway.client import Client
 from headway.planning import openai_front
-from headway.planning.replicas import free_ports
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
+from headway_process.free_ports import free_ports
 from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import running
 

@@ -25,9 +25,10 @@ from headway.client import Client
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.backends.torch_backend import TorchBackend
+from headway_process.free_ports import free_ports
 from headway_proto.ingress import REJECT_OVERLOADED, REJECT_UNAVAILABLE, Rejected
 from headway_scheduler.core.state.limits import SchedulerLimits
-from smg_process import free_ports, smg_before
+from smg_process import smg_before
 from threaded_headway import RunningHeadway, running
 
 DEMO = Path(headway.__file__).parent / "demo_model"
@@ -325,7 +326,7 @@ async def test_a_tool_call_is_parsed_and_the_engines_refusals_are_told(tmp_path:
 
 
 def test_serve_starts_smg_tells_where_and_ends_it() -> None:
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    address = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
     flags = ("--backend", "simulated", "--grpc-address", "127.0.0.1:0", "--log-level", "warning")
     with command("serve", *flags, "--openai-address", address) as serving:
         serving.wait_for_ready()

@@ -12,7 +12,7 @@ from headway.__main__ import parser_of
 from headway.flags.configuration import Given
 from headway.flags.settings import ConfigurationError
 from headway.planning.plan import Plan, make_plan
-from headway.planning.replicas import Layout, Member, free_ports
+from headway.planning.replicas import Layout, Member
 from headway.running.processes import ChildExited, Children
 from headway.running.pulse_watch import PulseWatch
 from headway_process.fleet_numbers import REPLICA_VARIABLE, fleet_fields
@@ -163,10 +163,6 @@ def test_smg_has_every_replica_and_a_port_of_its_own() -> None:
 def test_an_address_on_every_interface_takes_the_port_from_all() -> None:
     with pytest.raises(ConfigurationError, match=r"^--metrics-port: port 50900"):
         plan_of("--grpc-address", "0.0.0.0:50900", "--allow-insecure-bind", "--metrics-port", "50900")
-
-
-def test_free_ports_differ() -> None:
-    assert len(set(free_ports("127.0.0.1", 20))) == 20
 
 
 def test_a_setting_that_is_not_given_is_not_derived() -> None:

@@ -4,7 +4,6 @@ Owns: starting, opening and ending them together. Must not know: the scheduler, 
 """
 
 import os
-import socket
 import time
 from collections.abc import Callable
 
@@ -23,6 +22,7 @@ from headway_executor.rank_processes.pools import joined
 from headway_executor.rank_processes.refusal import REFUSAL_CODES, RankRefusedError, Refusal, exit_code_of
 from headway_executor.rank_processes.surroundings import Surroundings, keys_of
 from headway_executor.ranks.listener import RanksSocket
+from headway_process.free_ports import free_ports
 from headway_process.last_words import LAST_WORDS_VARIABLE
 from headway_proto.step import BackendInfo
 from headway_proto.wording import one_line
@@ -142,9 +142,7 @@ class Group:
 
 
 def _with_rendezvous(place: RankPlace) -> RankPlace:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(_HOST, 1)
     return RankPlace(
         tensor_parallel=place.tensor_parallel,
         pipeline_parallel=place.pipeline_parallel,

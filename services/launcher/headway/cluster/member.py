@@ -18,11 +18,12 @@ import msgspec
 
 from headway.cluster.description import SCHEDULER, Probe, ProcessOrder, command_words
 from headway.planning.plan import without_settings
-from headway.planning.replicas import LOOPBACK, free_ports
+from headway.planning.replicas import LOOPBACK
 from headway.running.fleet_runner import FleetOrders, FleetRunner
 from headway.running.health import SERVING, Target, health_of
 from headway.running.socket_directory import socket_directory
 from headway.running.supervision import RestartPolicy
+from headway_process.free_ports import free_ports
 
 _OF_RAY = "RAY_"
 """Its token among them, which the process does not need."""

@@ -23,7 +23,6 @@ from headway.planning.replicas import (
     Member,
     Share,
     check_apart,
-    free_ports,
     replica_addresses,
 )
 from headway.planning.serve_config import ServeConfig
@@ -34,6 +33,7 @@ from headway.running.supervision import RestartPolicy
 from headway_executor.config import ExecutorConfig
 from headway_executor.rank_processes.surroundings import OF_TORCHRUN
 from headway_gateway.config import GatewayConfig, serves_vllm_engine
+from headway_process.free_ports import free_ports
 from headway_process.installation import install_advice
 
 SMG = "smg"

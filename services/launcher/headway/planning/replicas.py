@@ -3,8 +3,6 @@
 A process that is the only one of its service has every setting as given.
 """
 
-import contextlib
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import msgspec
 from headway.flags.configuration import Given, Layer
 from headway.flags.settings import ConfigurationError
 from headway_process.fleet_numbers import EXECUTOR_VARIABLE, REPLICA_VARIABLE
+from headway_process.free_ports import free_ports
 from headway_proto.wording import shown
 
 REPLICA_NAMES = "replica-"
@@ -200,20 +199,6 @@ def replica_addresses(given: Given, count: int) -> list[Given]:
     except OSError as error:
         raise ConfigurationError(f"{given.origin}: {shown(address)} cannot be bound: {error.strerror}") from None
     return [Given(f"{host}:{port}", given.origin) for port in ports]
-
-
-def free_ports(host: str, count: int) -> list[int]:
-    """Return different free ports.
-
-    Raises:
-        OSError: ``host`` is not this machine's.
-    """
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(count)]
-        for probe in probes:
-            probe.bind((host.strip("[]"), 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def check_apart(listeners: Sequence[tuple[str, str]]) -> None:
