@@ -128,11 +128,13 @@ def _loss(
 
 async def _admitted(client: AsyncClient, load: Load) -> None:
     """Wait until all requests are in the scheduler: one that comes while it has no executor is refused, and loses nothing."""
+    deadline = time.perf_counter() + _JOIN_S
     await asyncio.sleep(0)  # The round begins.
-    while True:
+    known: set[str] = set()
+    while not all(stream.times or stream.request_id in known for stream in load.streams):
+        if time.perf_counter() > deadline:
+            raise SystemExit(f"the requests were not admitted within {_JOIN_S:g} s")
         known = {state.request_id for state in await client.requests()}
-        if all(stream.times or stream.request_id in known for stream in load.streams):
-            return
 
 
 async def _joined(client: AsyncClient, num_epochs: int) -> None:

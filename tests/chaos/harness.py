@@ -28,9 +28,9 @@ from typing import Self
 import psutil
 
 import headway
+from e2e.running_server import free_port
 from headway.client import AsyncClient, HeadwayError, UnavailableError
 from headway_executor.simulated.token_hash import TokenHash
-from headway_process.free_ports import free_ports
 from headway_proto.sampling import SamplingParams
 
 DEMO_MODEL = Path(headway.__file__).with_name("demo_model")
@@ -39,11 +39,6 @@ READY_LINES = {"scheduler": "scheduler ready", "executor": "executor ready", "ga
 ALL = ("scheduler", "executor", "gateway")
 MIB = 1 << 20
 _POLL_S = 0.005
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    return free_ports("127.0.0.1", 1)[0]
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -19,12 +19,12 @@ from chaos.harness import (
     Traffic,
     assert_equal_to_undisturbed,
     deployed,
-    free_port,
     jobs,
     until,
     until_quiet,
     until_running,
 )
+from e2e.running_server import free_port
 from headway.client import Client, HeadwayError
 from headway_proto import generation_pb2, generation_pb2_grpc
 

@@ -21,12 +21,12 @@ from chaos.harness import (
     Traffic,
     assert_equal_to_undisturbed,
     deployment,
-    free_port,
     jobs,
     until_quiet,
 )
 from chaos.namespaces import CLIENT, Hosts, hosts, why_not
 from chaos.proxy import FAULTS, FrameProxy
+from e2e.running_server import free_port
 from headway.client import AsyncClient
 from headway.commands.keys import make_keys
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from chaos.harness import Oracle, Traffic, deployed, free_port, until_quiet
-from e2e.running_server import command
+from chaos.harness import Oracle, Traffic, deployed, until_quiet
+from e2e.running_server import command, free_port
 from headway.client import AsyncClient
 
 SIMULATED = ("--backend", "simulated", "--backend-option", "step_base_us=30000")

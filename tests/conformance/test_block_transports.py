@@ -6,17 +6,13 @@ import msgspec
 import pytest
 
 from broken_transports import BROKEN, WrappedTransport
+from e2e.running_server import free_port
 from headway_conformance import ConformanceFailure
 from headway_conformance.block_transports import CASES, TransportUnderTest, case_named, check_transport
-from headway_process.free_ports import free_ports
 
 SHM = "headway_executor.block_store.shm_transport:ShmTransport"
 TCP = "headway_executor.block_store.tcp_transport:TcpTransport"
 NIXL = "headway_executor.block_store.nixl_transport:NixlTransport"
-
-
-def free_port() -> int:
-    return free_ports("127.0.0.1", 1)[0]
 
 
 def transport_named(name: str) -> TransportUnderTest:

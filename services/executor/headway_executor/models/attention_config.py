@@ -32,15 +32,13 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class IndexConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A query sees the ``num_chosen`` keys whose products with ``num_heads`` queries of ``head_dim`` channels, behind a ReLU and
-    each times a weight, add up to the most. Rotated are as many channels as of keys. Tensors have names behind ``prefix``, which
-    is behind that of the layer.
+    each times a weight, add up to the most. Rotated are as many channels as of keys.
     """
 
     num_heads: int
     head_dim: int
     num_chosen: int
     is_interleaved: bool
-    prefix: str = "self_attn.indexer."
 
 
 class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):

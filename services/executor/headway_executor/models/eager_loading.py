@@ -15,7 +15,6 @@ from headway_executor.models.alibi import ScoreBiases, score_biases
 from headway_executor.models.altup import States
 from headway_executor.models.altup_loading import alternating_layer, states_at_ends
 from headway_executor.models.attention import AttentionShape
-from headway_executor.models.attention_config import IndexConfig
 from headway_executor.models.config import ModelConfig, RecurrenceConfig
 from headway_executor.models.decoder import (
     ACTIVATIONS,
@@ -276,7 +275,7 @@ class _Loader:
             norm, expand = self._expansion(expansion, place, AdapterSite.LATENT_QUERY)
             queries = InTurn((compress, norm, expand))
             if config.index is not None and not self._config.layers[index].sees_as_before:
-                key_index = self._key_index(InTurn((compress, norm)), latent.index(config.index), config.index)
+                key_index = self._key_index(InTurn((compress, norm)), latent.index(), config.index.num_chosen)
         qkv = LatentQkv(
             query=queries,
             compress=self._make.adapted(self._make.linear(latent.key_value_in()), place, AdapterSite.LATENT_IN),
@@ -290,7 +289,7 @@ class _Loader:
         )
         return qkv, key_index
 
-    def _key_index(self, compress: Product, tensors: IndexTensors, config: IndexConfig) -> KeyIndex:
+    def _key_index(self, compress: Product, tensors: IndexTensors, num_chosen: int) -> KeyIndex:
         """It computes the compressed row again, a twentieth of attention."""
         norm = LayerNorm(self._make.wide(tensors.norm_weight), self._make.wide(tensors.norm_bias), INDEX_EPS)
         return KeyIndex(
@@ -298,7 +297,7 @@ class _Loader:
             queries=self._make.linear(tensors.queries),
             keys=InTurn((self._make.linear(tensors.keys), norm)),
             weights=self._make.wide(tensors.weights),
-            num_chosen=config.num_chosen,
+            num_chosen=num_chosen,
         )
 
     def _expansion(self, expansion: Expansion, place: int, site: AdapterSite) -> tuple[Product, Product]:

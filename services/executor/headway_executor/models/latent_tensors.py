@@ -23,22 +23,27 @@ QUERY, _QUERY_NORM, QUERY_IN = "q_b_proj", "q_a_layernorm", "q_a_proj"
 WHOLE_QUERY = "q_proj"
 KEY_VALUE, _KEY_VALUE_NORM = "kv_b_proj", "kv_a_layernorm"
 KEY_VALUE_IN = "kv_a_proj_with_mqa"
+_INDEX_QUERY, _INDEX_KEY, _INDEX_NORM = "indexer.wq_b", "indexer.wk", "indexer.k_norm"
+_INDEX_WEIGHTS = "indexer.weights_proj"
 """Names behind ``LatentConfig.prefix``."""
 
 
-def latent_shapes(config: LatentConfig, heads: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names behind a layer's prefix, and shapes."""
+def latent_shapes(
+    config: LatentConfig, heads: int, hidden: int, *, has_index: bool = True
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names behind a layer's prefix, and shapes; without ``has_index``, the layer has none of its own."""
     yield from ((config.prefix + name, shape) for name, shape in _shapes(config, heads, hidden))
+    if config.index is not None and has_index:
+        yield from ((config.prefix + name, shape) for name, shape in _index_shapes(config, config.index, hidden))
 
 
-def index_shapes(config: LatentConfig, index: IndexConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The same of an index of keys."""
+def _index_shapes(config: LatentConfig, index: IndexConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     assert config.query_rank is not None  # Its reader has seen to it.
-    yield f"{index.prefix}wq_b.weight", (index.num_heads * index.head_dim, config.query_rank)
-    yield f"{index.prefix}wk.weight", (index.head_dim, hidden)
-    yield f"{index.prefix}k_norm.weight", (index.head_dim,)
-    yield f"{index.prefix}k_norm.bias", (index.head_dim,)
-    yield f"{index.prefix}weights_proj.weight", (index.num_heads, hidden)
+    yield f"{_INDEX_QUERY}.weight", (index.num_heads * index.head_dim, config.query_rank)
+    yield f"{_INDEX_KEY}.weight", (index.head_dim, hidden)
+    yield f"{_INDEX_NORM}.weight", (index.head_dim,)
+    yield f"{_INDEX_NORM}.bias", (index.head_dim,)
+    yield f"{_INDEX_WEIGHTS}.weight", (index.num_heads, hidden)
 
 
 def _shapes(config: LatentConfig, heads: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -65,7 +70,7 @@ class Expansion(NamedTuple):
 
 class IndexTensors(NamedTuple):
     """Of an index: ``queries`` ``[heads * head_dim, query_rank]``, ``keys`` ``[head_dim, hidden]`` and the layer norm behind them,
-    ``weights`` ``[heads, hidden]``. Rotated pairs of channels lie side by side.
+    ``weights`` ``[heads, hidden]``.
     """
 
     queries: Tensor
@@ -78,16 +83,22 @@ class IndexTensors(NamedTuple):
 class LatentTensors:
     """Those of one layer; ``read`` takes a name behind the layer's prefix, and rows and columns or None.
 
-    ``channel_order`` (int64, ``[key_dim]``) orders the channels of a head, rotated ones first. Of a ``part``, ``heads``
-    and ``own_hidden`` count what it has (see ``ModelTensors``); compressed rows are whole.
+    ``channel_order`` (int64, ``[key_dim]``) orders the channels of a head, rotated ones first; ``index_order`` those of an
+    index's head. Of a ``part``, ``heads`` and ``own_hidden`` count what it has (see ``ModelTensors``); compressed rows are whole.
     """
 
     def __init__(
-        self, config: LatentConfig, part: ModelPart, channel_order: Tensor, read: Callable[..., Tensor]
+        self,
+        config: LatentConfig,
+        part: ModelPart,
+        channel_order: Tensor,
+        read: Callable[..., Tensor],
+        index_order: Tensor | None,
     ) -> None:
         self._config = config
         self._part = part
         self._order = channel_order
+        self._index_order = index_order
         self._read_named = read
 
     def query(self) -> Tensor | None:
@@ -142,20 +153,17 @@ class LatentTensors:
             return None
         return self._read(f"{config.gates}.weight", self._part.heads).repeat_interleave(config.key_dim, 0)
 
-    def index(self, config: IndexConfig) -> IndexTensors:
-        """The index of keys, in this order of channels."""
-
-        def read(name: str) -> Tensor:
-            return self._read_named(config.prefix + name, None, None)
-
-        order = _side_by_side(config, self._config.rotary_dim)
-        queries = read("wq_b.weight")
+    def index(self) -> IndexTensors:
+        """The layer's index of keys, which it has."""
+        order = self._index_order
+        assert order is not None
+        queries = self._read(f"{_INDEX_QUERY}.weight")
         return IndexTensors(
-            queries.view(config.num_heads, config.head_dim, -1)[:, order].flatten(0, 1),
-            read("wk.weight")[order],
-            read("k_norm.weight")[order],
-            read("k_norm.bias")[order],
-            read("weights_proj.weight"),
+            queries.view(-1, len(order), queries.shape[1])[:, order].flatten(0, 1),
+            self._read(f"{_INDEX_KEY}.weight")[order],
+            self._read(f"{_INDEX_NORM}.weight")[order],
+            self._read(f"{_INDEX_NORM}.bias")[order],
+            self._read(f"{_INDEX_WEIGHTS}.weight"),
         )
 
     def shared_places(self) -> Tensor:
@@ -172,11 +180,3 @@ class LatentTensors:
 
     def _channels(self, head_dim: int) -> range:
         return range(self._part.heads.start * head_dim, self._part.heads.stop * head_dim)
-
-
-def _side_by_side(index: IndexConfig, rotary_dim: int) -> Tensor:
-    """The channels of an index's head with rotated pairs side by side, int64; they are the first ones."""
-    channels = torch.arange(index.head_dim)
-    rotated = channels[:rotary_dim]
-    pairs = rotated if index.is_interleaved else rotated.view(2, -1).t().reshape(-1)
-    return torch.cat([pairs, channels[rotary_dim:]])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -88,6 +89,7 @@ class ModelTensors:
         self._head = head_name(config.names, checkpoint)
         self._checkpoint = checkpoint
         self._orders = {kind: _order_of(channel_order, kind, device) for kind in config.attentions}
+        self._index_order = _order_of_index(channel_order, config.attention, device)
         self._device = device
         self._part = whole(config) if part is None else part
         self.head_norms = HeadNormTensors(config, self._part, self._read, self._reordered, device)
@@ -230,9 +232,8 @@ class ModelTensors:
         latent = self._config.attention.latent
         if latent is None:
             return None
-        return LatentTensors(
-            latent, self._part, self._orders[self._config.attention_of(index)], partial(self._read, index)
-        )
+        order = self._orders[self._config.attention_of(index)]
+        return LatentTensors(latent, self._part, order, partial(self._read, index), self._index_order)
 
     def recurrence(self, index: int) -> RecurrentTensors:
         """Of a layer with a state."""
@@ -388,3 +389,14 @@ def _channels(head_dim: int, heads: range) -> range:
 def _order_of(channel_order: ChannelOrder, attention: AttentionConfig, device: torch.device | None) -> Tensor:
     order = channel_order(attention.head_dim, attention)
     return order if device is None else order.to(device)
+
+
+def _order_of_index(
+    channel_order: ChannelOrder, attention: AttentionConfig, device: torch.device | None
+) -> Tensor | None:
+    """Of the heads of an index of keys, which may be rotated otherwise than those of attention; None: there is none."""
+    index = None if attention.latent is None else attention.latent.index
+    if index is None:
+        return None
+    like_heads = msgspec.structs.replace(attention, head_dim=index.head_dim, is_interleaved=index.is_interleaved)
+    return _order_of(channel_order, like_heads, device)

@@ -15,7 +15,7 @@ from headway_executor.models.altup_tensors import layer_state_shapes, state_shap
 from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.config import FeedForwardConfig, ModelConfig
 from headway_executor.models.expert_tensors import expert_shapes
-from headway_executor.models.latent_tensors import index_shapes, latent_shapes
+from headway_executor.models.latent_tensors import latent_shapes
 from headway_executor.models.layer_input_tensors import layer_input_shapes, own_input_shapes
 from headway_executor.models.recurrent_tensors import recurrent_shapes
 from headway_executor.models.stored_names import DECODER, LAYERS, head_name, named_as_stored
@@ -107,9 +107,8 @@ def _layer_tensors(config: ModelConfig, index: int) -> _Shapes:
 def _attention_tensors(config: ModelConfig, index: int) -> _Shapes:
     names, attention = config.names, config.attention_of(index)
     if attention.latent is not None:
-        yield from latent_shapes(attention.latent, attention.num_heads, config.hidden_size)
-        if attention.latent.index is not None and not config.layers[index].sees_as_before:
-            yield from index_shapes(attention.latent, attention.latent.index, config.hidden_size)
+        has_index = not config.layers[index].sees_as_before
+        yield from latent_shapes(attention.latent, attention.num_heads, config.hidden_size, has_index=has_index)
     else:
         modules, widths = qkv_names(config, index), qkv_widths(config, index)
         yield from _projections(names, modules, config.hidden_size, widths, attention.qkv_bias)

@@ -39,6 +39,7 @@ _GLM5: Mapping[str, object] = {
     "index_n_heads": 32,
     "rms_norm_eps": 1e-5,
 }
+_KINDS, _PATTERN = "indexer_types", "index_topk_pattern"
 _FULL, _SHARED = "full", "shared"
 _MINICPM3: Mapping[str, object] = {
     "q_lora_rank": 768,
@@ -85,21 +86,13 @@ def read_deepseek_v3(fields: ConfigFields) -> ModelConfig:
 
 def read_deepseek_v32(fields: ConfigFields) -> ModelConfig:
     """``DeepseekV32ForCausalLM``: DeepSeek V3, and each layer has an index."""
-    refuse_unless(fields, "rope_interleave", True)
-    experts = read_corrected(fields, ("n_routed_experts", 256), scaling=2.5, groups=(8, 4))
-    feeds = behind_dense_layers(fields, experts, size=2048, shared=1, first=3)
-    config = _read(fields, feeds, default_context=163_840, is_interleaved=True, further=1)
-    return _with_index(fields, config, is_interleaved=False)
+    return _read_indexed(fields, groups=(8, 4), default_context=163_840, is_interleaved=False)
 
 
 def read_glm_moe_dsa(fields: ConfigFields) -> ModelConfig:
     """``GlmMoeDsaForCausalLM``: some layers have an index, and those behind see the keys that it chose."""
     fields = ConfigFields(fields.source, {**_GLM5, **fields.values})
-    refuse_unless(fields, "rope_interleave", True)
-    experts = read_corrected(fields, ("n_routed_experts", 256), scaling=2.5)
-    feeds = behind_dense_layers(fields, experts, size=2048, shared=1, first=3)
-    config = _read(fields, feeds, default_context=202_752, is_interleaved=True, further=1)
-    config = _with_index(fields, config, is_interleaved=True)
+    config = _read_indexed(fields, groups=(1, 1), default_context=202_752, is_interleaved=True)
     kinds = _kinds_of_indices(fields, config.num_layers)
     layers = zip(config.layers, kinds, strict=True)
     return msgspec.structs.replace(
@@ -107,7 +100,14 @@ def read_glm_moe_dsa(fields: ConfigFields) -> ModelConfig:
     )
 
 
-def _with_index(fields: ConfigFields, config: ModelConfig, *, is_interleaved: bool) -> ModelConfig:
+def _read_indexed(
+    fields: ConfigFields, *, groups: tuple[int, int], default_context: int, is_interleaved: bool
+) -> ModelConfig:
+    """DeepSeek V3 with an index in each layer, whose heads may be ``is_interleaved``; all others are."""
+    refuse_unless(fields, "rope_interleave", True)
+    experts = read_corrected(fields, ("n_routed_experts", 256), scaling=2.5, groups=groups)
+    feeds = behind_dense_layers(fields, experts, size=2048, shared=1, first=3)
+    config = _read(fields, feeds, default_context=default_context, is_interleaved=True, further=1)
     latent, rotary_dim = config.attention.latent, config.attention.rotary_dim
     assert latent is not None
     if latent.query_rank is None:
@@ -126,18 +126,14 @@ def _with_index(fields: ConfigFields, config: ModelConfig, *, is_interleaved: bo
 
 def _kinds_of_indices(fields: ConfigFields, num_layers: int) -> list[str]:
     """By layer; the first must have one of its own."""
-    kinds = fields.values.get("indexer_types")
-    pattern = fields.values.get("index_topk_pattern")
-    if kinds is None and pattern is not None:
-        letters = {"F": _FULL, "S": _SHARED}
-        kinds = [letters.get(kind, kind) for kind in pattern] if isinstance(pattern, str | list) else pattern
-    if kinds is None:
-        every, offset = (
-            max(1, fields.integer("index_topk_freq", 1, low=0)),
-            fields.integer("index_skip_topk_offset", 2, low=0),
-        )
+    field = next((name for name in (_KINDS, _PATTERN) if fields.values.get(name) is not None), None)
+    if field is None:
+        every = max(1, fields.integer("index_topk_freq", 1, low=0))
+        offset = fields.integer("index_skip_topk_offset", 2, low=0)
         return [_SHARED if max(index - offset + 1, 0) % every else _FULL for index in range(num_layers)]
-    field = "indexer_types" if fields.values.get("indexer_types") is not None else "index_topk_pattern"
+    kinds = fields.values[field]
+    if field == _PATTERN and isinstance(kinds, str):
+        kinds = [{"F": _FULL, "S": _SHARED}.get(letter, letter) for letter in kinds]
     is_list = isinstance(kinds, list) and len(kinds) == num_layers and all(kind in (_FULL, _SHARED) for kind in kinds)
     if not is_list or kinds[0] == _SHARED:
         raise fields.refuse(field, f"{num_layers} of full (F) and shared (S), the first full")

@@ -96,15 +96,12 @@ def _extended(
     output: SchedulerOutput, plan: StepPlan, exports: bytes, pulls: tuple[BlockPull, ...], lane: int
 ) -> SchedulerOutput:
     """The smallest message that holds what ``output`` does not."""
+    kind = _kind_of(plan)
     fields: dict[str, Any] = {name: getattr(output, name) for name in SchedulerOutput.__struct_fields__}
-    fields |= {"exports": exports, "pulls": pulls}
-    if plan.has_lane:
-        fields["lane"] = lane
-    if plan.adapters or plan.pooled:
-        fields["adapters"] = tuple(plan.adapters)
+    fields |= {"exports": exports, "pulls": pulls, "lane": lane, "adapters": tuple(plan.adapters)}
     if plan.pooled:
         fields["pooled"] = plan.pooled_rows()
-    return _kind_of(plan)(**fields)
+    return kind(**{name: value for name, value in fields.items() if name in kind.__struct_fields__})
 
 
 def _kind_of(plan: StepPlan) -> type[TransferringOutput]:
