@@ -63,6 +63,8 @@ CASES = {
     "llama twice": (LLAMA, '{"name": "go"}; {"name": "look", "parameters": {"at": "a < b"}}', [GO, LOOK]),
     "llama json": (LLAMA, '{"a": 1}', ['{"a": 1}']),
     "llama text": (LLAMA, "Well {", ["Well {"]),
+    "llama, behind text": (LLAMA, f"a{CALL}", [f"a{CALL}"]),
+    "llama, behind a line": (LLAMA, f"\nI look.\n{CALL}\n", [f"\nI look.\n{CALL}\n"]),
     "deepseek v3": (
         DEEPSEEK,
         "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n"

@@ -26,6 +26,7 @@ class Gaps(GapView):
     tightest_s: float | None = None
     are_kept = False
     step_us = 0.0
+    least_step_us = 0.0
     us_per_row = 0.0
     newest: Request | None = None
     newest_has_left = 1_000
@@ -36,6 +37,9 @@ class Gaps(GapView):
     def decode_s(self, *, more_rows: int = 0, more_context: int = 0) -> float:
         del more_context
         return (self.step_us + more_rows * self.us_per_row) * 1e-6
+
+    def step_of_one_s(self) -> float:
+        return (self.least_step_us or self.step_us) * 1e-6
 
     def newest_decoding(self, least_tokens: int) -> Request | None:
         return self.newest if self.newest_has_left >= least_tokens else None
@@ -144,14 +148,38 @@ def test_while_no_speed_is_known_tokens_decide() -> None:
 def test_a_cell_of_unknown_speed_is_as_fast_as_another_so_one_that_joins_gets_work_beside_one_with_every_prompt() -> (
     None
 ):
-    for step_us, expected in ((0.0, 0), (500.0, 1)):
-        loads = cells(Core(cached=32, num_running=1, step_us=step_us), Core(us_per_token=None))
+    for step_us, expected in ((600.0, 0), (2_000.0, 1)):
+        busy = Core(cached=32, num_running=1, step_us=step_us, least_step_us=500.0)
+        loads = cells(busy, Core(us_per_token=None))
         assert chosen(placement_of(new_request(1, 40)), loads).cell == expected
 
 
-def test_of_level_cells_the_one_where_fewest_run_is_chosen() -> None:
-    assert chosen(placement_of(new_request(1)), cells(Core(num_running=3), Core(num_running=2))).cell == 1
-    assert chosen(placement_of(new_request(1)), cells(Core(num_running=2), Core(num_running=2))).cell == 0
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"num_running": 3}, {"num_running": 2}, 1),
+        ({"num_running": 2}, {"num_running": 2}, 0),
+        ({"num_waiting": 1}, {}, 1),
+        ({"num_running": 1, "num_waiting": 2}, {"num_running": 2}, 1),
+    ],
+)
+def test_of_level_cells_the_one_with_the_fewest_requests_is_chosen(
+    first: dict[str, int], second: dict[str, int], expected: int
+) -> None:
+    assert chosen(placement_of(new_request(1)), cells(Core(**first), Core(**second))).cell == expected
+
+
+def test_prompts_that_cost_nothing_and_come_at_once_do_not_all_go_to_one_cell() -> None:
+    free = {"us_per_token": 0.0, "cached": 32}
+    loads = cells(Core(**free, num_waiting=3, num_prompt_tokens_left=24), Core(us_per_token=None))
+    assert chosen(placement_of(new_request(1, 40)), loads).cell == 1
+
+
+@pytest.mark.parametrize(("least_step_us", "expected"), [(0.0, 0), (10_000.0, 1)])
+def test_what_prompts_cost_counts_as_a_share_of_the_steps_that_they_are_in(least_step_us: float, expected: int) -> None:
+    cached = Core(us_per_token=0.1, cached=32, num_waiting=3, least_step_us=least_step_us)
+    loads = cells(cached, Core(us_per_token=2.0, least_step_us=least_step_us))
+    assert chosen(placement_of(new_request(1, 40)), loads).cell == expected
 
 
 @pytest.mark.parametrize(

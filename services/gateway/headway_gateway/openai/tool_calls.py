@@ -252,7 +252,7 @@ class ToolText:
     def _take(self) -> Iterator[str | ToolCall]:
         while True:
             if not self._is_in_call:
-                before, mark, behind = self._held.partition(self._begin)
+                before, mark, behind = self._held.partition(self._begin) if self._begin else (self._held, "", "")
                 if not mark:
                     break
                 self._held, self._is_in_call = behind, True
@@ -260,10 +260,9 @@ class ToolText:
             if not self._end:
                 if self._form is not LLAMA or self._held.lstrip()[:1] in {"", "{"}:
                     return
-                # Only an output that begins with a brace may be a call.
-                text, self._held = self._held, ""
-                yield text
-                return
+                # Only an output that begins with a brace may be a call: none follows this text.
+                self._is_in_call = False
+                continue
             end = self._find_end()
             if end < 0:
                 return

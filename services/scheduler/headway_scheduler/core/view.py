@@ -148,7 +148,7 @@ class SchedulerView:
 
     @property
     def step_time_error(self) -> float:
-        """The mean error of that model, as a share of the time; 0 at first."""
+        """The mean error of that model, as a share of the time; large at first."""
         return self._core.step_times.relative_error
 
     @property
@@ -299,6 +299,10 @@ class GapView:
         num_context_tokens = sum(shape.num_context_tokens for shape in shapes) + more_context
         shape = StepShape(num_rows, num_rows, num_context_tokens // len(shapes), 0)
         return (self._core.step_times.predict_s(shape) or 0.0) if num_rows else 0.0
+
+    def step_of_one_s(self) -> float:
+        """Seconds of a step of one row without context, the least that a step takes; 0 without known step times."""
+        return self._core.step_times.predict_s(StepShape(1, 1, 0, 0)) or 0.0
 
     def newest_decoding(self, least_tokens: int) -> Request | None:
         """The decoding request that started last, does not leave, and may have so many tokens more."""

@@ -4,7 +4,7 @@ Owns: the waiting requests that no core has, and the choice of a cell. Must not 
 
 The order of the queue is the operator's, the same as within a core. The next request goes to the cell with the shortest
 predicted time to its first token: the prompts ahead of it there, and its own tokens that are not cached there, by that
-cell's own model of step times. Of cells that are level, it takes the one where fewest run. So nothing piles up on one
+cell's own model of step times. Of cells that are level, it takes the one with the fewest requests. So nothing piles up on one
 executor while another idles, and prompts that share a prefix meet where it is cached.
 
 Where executors have roles, requests that go on with stored blocks stand in a line of their own, by rank and arrival:

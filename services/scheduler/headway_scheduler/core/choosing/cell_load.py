@@ -89,6 +89,11 @@ class CellLoad:
         """Whether nothing runs or waits here, and something may."""
         return self.accepts and not self.num_running and not self._num_waiting
 
+    @property
+    def num_here(self) -> int:
+        """Requests that run or wait here, and those that are likely to come."""
+        return self.num_running + self._num_waiting + self._num_coming
+
     def can_hold(self, request: Request) -> bool:
         """Whether the executor could ever run this request, which another of the same model was found to run."""
         capacity, new = self.capacity, request.new
@@ -103,8 +108,7 @@ class CellLoad:
     def shortage_for(self, request: Request) -> Shortage | None:
         """Why it would not start soon here; None if it would."""
         num_tokens, num_waiting = len(request.token_ids), self._num_waiting
-        num_before = num_waiting + self._num_coming
-        num_here = self.num_running + num_before
+        num_here = self.num_here
         if not num_here:
             return None
         if num_here >= self._max_running:
@@ -112,7 +116,7 @@ class CellLoad:
         num_tokens += self._num_waiting_tokens
         if num_waiting and request.stored is None and num_tokens > self._max_num_batched_tokens:
             return Shortage(Lack.TOKENS, num_tokens, self._max_num_batched_tokens)
-        num_blocks = (num_tokens + self._num_coming_tokens) // self.capacity.block_size + num_before + 1
+        num_blocks = (num_tokens + self._num_coming_tokens) // self.capacity.block_size + num_here - self.num_running + 1
         num_free_blocks = self._num_free_blocks
         return Shortage(Lack.BLOCKS, num_blocks, num_free_blocks) if num_blocks > num_free_blocks else None
 
@@ -142,28 +146,35 @@ class CellLoad:
 
     @property
     def relative_error(self) -> float:
-        """The mean error of the step-time model, as a share of the time; 0 while it has learned nothing."""
+        """The mean error of the step-time model, as a share of the time; large while it has learned little."""
         return self._view.step_time_error
 
     def num_cached_tokens(self, query: PrefixQuery) -> int:
         """Tokens of its prompt that need not be computed here."""
         return max(self._view.num_cached_tokens(query), query.request.num_swapped_tokens)
 
-    def prompts_s(self, num_tokens: int, num_cached_tokens: int) -> float | None:
+    def idle_prefill_s(self, num_tokens: int, num_cached_tokens: int) -> float | None:
         """Seconds to compute so many tokens here if nothing decodes; None while step times are not known."""
-        return self._view.prefill_s(num_tokens, num_cached_tokens)
+        prompts_s = self._view.prefill_s(num_tokens, num_cached_tokens)
+        return None if prompts_s is None else prompts_s + self._num_steps(num_tokens) * self._gaps.step_of_one_s()
 
     def prefill_s(self, num_tokens: int, num_cached_tokens: int) -> float | None:
         """Seconds to compute so many tokens here, beside the rows that decode; None while step times are not known."""
-        prompts_s = self.prompts_s(num_tokens, num_cached_tokens)
+        decode_s = self._decodes_s
+        if not decode_s:
+            return self.idle_prefill_s(num_tokens, num_cached_tokens)
+        prompts_s = self._view.prefill_s(num_tokens, num_cached_tokens)
         if prompts_s is None:
             return None
-        decode_s = self._decodes_s
+        num_steps = float(self._num_steps(num_tokens))
         objective_s = self._tightest_s
-        if objective_s and decode_s and self._gaps.are_kept:
+        if objective_s and self._gaps.are_kept:
             # A step that decodes gives prompts only what the gap objective leaves of it.
-            return prompts_s * objective_s / max(objective_s - decode_s, _LEAST_SLACK * objective_s)
-        return prompts_s + -(-num_tokens // self._max_num_batched_tokens) * decode_s
+            num_steps = max(num_steps, prompts_s / max(objective_s - decode_s, _LEAST_SLACK * objective_s))
+        return prompts_s + num_steps * decode_s
+
+    def _num_steps(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._max_num_batched_tokens)
 
     @property
     def _decodes_s(self) -> float:
@@ -177,7 +188,7 @@ class CellLoad:
     @property
     def knows_its_speed(self) -> bool:
         """Whether anything is known of its step times."""
-        return self._gaps.decode_s(more_rows=1) > 0.0
+        return self._gaps.step_of_one_s() > 0.0
 
     def keeps_gap_of(self, request: Request, share: float = 1.0) -> bool:
         """Whether a step with this row more is expected within ``share`` of its gap objective, if it has one."""

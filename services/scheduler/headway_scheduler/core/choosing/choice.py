@@ -3,7 +3,7 @@
 Owns: the cells that could start it, and the choice of one. Must not know: the queue, or which request is next.
 
 A request goes to the cell with the shortest predicted time to its first token. Of cells that are level, it goes where
-fewest run. All this is asked of every cell for every request that is placed, so it is compiled with the core.
+the fewest requests are. All this is asked of every cell for every request that is placed, so it is compiled with the core.
 """
 
 from collections.abc import Sequence
@@ -69,13 +69,15 @@ def best_of(request: Request, choices: Sequence[CellLoad], policy: PlacementPoli
             waits.append(wait)
     if len(waits) < len(choices):
         waits = _waits_without_speed(len(request.token_ids), choices, cached)
-    # Predictions that differ by less than they err are level: then it goes where the fewest run.
+    # Predictions that differ by less than they err are level: then it goes where the fewest
+    # requests are. Not where the fewest run: where prompts cost next to nothing, as beside the weights of a large model,
+    # all that come at once would go to one cell.
     level = min(waits) * (1.0 + min(error, MOST_ERROR))
     best, best_rank = -1, (True, 0, 0)
     for place, wait_s in enumerate(waits):
         if wait_s <= level:
             cell = choices[place]
-            rank = (policy.is_misplaced(request, cell), cell.num_running, cell.number)
+            rank = (policy.is_misplaced(request, cell), cell.num_here, cell.number)
             if best < 0 or rank < best_rank:
                 best, best_rank = place, rank
     return Choice(choices[best], cached[best], choices[best].num_tokens_ahead)
@@ -92,7 +94,7 @@ def _waits_without_speed(num_known: int, choices: Sequence[CellLoad], cached: li
     for cell, num_tokens, num in zip(choices, tokens, cached, strict=True):
         wait = cell.prefill_s(num_tokens, num)
         for other in choices:
-            wait = other.prompts_s(num_tokens, num) if wait is None else wait
+            wait = other.idle_prefill_s(num_tokens, num) if wait is None else wait
         if wait is None:
             return [float(num_tokens) for num_tokens in tokens]
         waits.append(wait)

@@ -60,6 +60,7 @@ _LARGEST_NOISE = 0.50
 """With more, a wrong model would take its own errors for noise."""
 _FIRST_NOISE = 0.10
 _NOISE_GAIN = 0.03
+_FIRST_ERROR = 0.50
 _ERROR_GAIN = 0.03
 """The gain of the mean error that operators see."""
 _MEAN_TO_DEVIATION = 1.2533
@@ -123,8 +124,8 @@ class StepTimeModel:
 
     def __init__(self) -> None:
         self.num_shifts = 0
-        self.relative_error = 0.0
-        """The mean of abs(actual / predicted - 1)."""
+        self.relative_error = _FIRST_ERROR
+        """The mean of abs(actual / predicted - 1). It begins large: what a few steps have taught is not trusted yet."""
         self._num_observed = 0
         self._knows_prefill = False
         self._coefficients: _Row = (0.0,) * _NUM_FEATURES
