@@ -116,7 +116,8 @@ class CellLoad:
         num_tokens += self._num_waiting_tokens
         if num_waiting and request.stored is None and num_tokens > self._max_num_batched_tokens:
             return Shortage(Lack.TOKENS, num_tokens, self._max_num_batched_tokens)
-        num_blocks = (num_tokens + self._num_coming_tokens) // self.capacity.block_size + num_here - self.num_running + 1
+        num_before = num_here - self.num_running
+        num_blocks = (num_tokens + self._num_coming_tokens) // self.capacity.block_size + num_before + 1
         num_free_blocks = self._num_free_blocks
         return Shortage(Lack.BLOCKS, num_blocks, num_free_blocks) if num_blocks > num_free_blocks else None
 
