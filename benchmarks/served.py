@@ -5,7 +5,6 @@ Owns: starting it on a free port, waiting until it serves, ending it, and its me
 
 import contextlib
 import os
-import random
 import re
 import shutil
 import signal
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import headway
 from headway.planning.plan import without_settings
+from headway_process.free_ports import free_ports
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 READY = re.compile(r"headway is ready on (?P<address>\S+) ")
 _STOP_S = 60.0
-_METRICS_PORTS = (20000, 30000)
+_TRIES = 100
 
 
 @contextmanager
@@ -73,8 +73,8 @@ def write_random_model(
 
 
 def row_of_free_ports(count: int) -> int:
-    """Return the first of ``count`` free ports in a row, below the system's own range."""
-    for first in range(random.randrange(*_METRICS_PORTS), _METRICS_PORTS[1], count):
+    """Return the first of ``count`` free ports in a row."""
+    for first in free_ports("127.0.0.1", _TRIES):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for port in range(first, first + count):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))

@@ -5,7 +5,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from headway_process.free_ports import free_ports as different_ports
+from headway_process.free_ports import free_ports
 
 READY = re.compile(
     r"^headway is ready on (?P<address>\S+) \(model \S+, (?P<runs_on>\S+), (\d+ executors, )?[\d.]+ s\)$"
@@ -118,22 +117,7 @@ async def eventually(condition: Callable[[], object], timeout_s: float = 15.0) -
 
 def free_port() -> int:
     """A port that nobody listens on just now."""
-    return different_ports("127.0.0.1", 1)[0]
-
-
-@contextlib.contextmanager
-def free_ports(count: int) -> Iterator[int]:
-    """The first of so many consecutive ports that are free now."""
-    while True:
-        with contextlib.ExitStack() as stack:
-            first = free_port()
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
-        yield first
-        return
+    return free_ports("127.0.0.1", 1)[0]
 
 
 def wait_until(condition, timeout_s: float, what: str) -> None:

@@ -13,10 +13,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from e2e.running_server import Command, command, free_ports, wait_until
+from e2e.running_server import Command, command, wait_until
 from headway.client import AsyncClient
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
+from served import row_of_free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OBSERVABILITY = REPOSITORY / "observability"
@@ -71,8 +72,8 @@ async def load(address: str) -> None:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[Command, int]]:
+    port = row_of_free_ports(3)
     with (
-        free_ports(3) as port,
         socket.create_server(("127.0.0.1", 0)) as nowhere,  # spans go nowhere; only their ids matter here
         command(
             *("serve", "--grpc-address", "127.0.0.1:0", "--backend", "simulated", "--metrics-port", str(port)),

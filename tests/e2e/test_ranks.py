@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from chaos.harness import Oracle, Process, assert_equal_to_undisturbed, deployment, jobs, shared_memory
-from e2e.running_server import Command, command, eventually, free_port, free_ports, sockets_in
+from e2e.running_server import Command, command, eventually, free_port, sockets_in
 from e2e.test_roles import figures_at
 from headway.client import AsyncClient
+from served import row_of_free_ports
 
 NUM_STREAMS = 16
 SIMULATED = ("--backend", "simulated", "--backend-option", "step_base_us=10000")
@@ -110,10 +111,8 @@ async def test_streams_are_those_of_one_rank_also_when_ranks_die(
 async def test_blocks_on_the_host_outlive_their_ranks(tmp_path: Path) -> None:
     """Each rank takes over its own pool; a block counts where all ranks have their part."""
     pool = ("--num-kv-blocks", "96", "--max-model-len", "256", "--preemption", "swap", "--no-enable-prefix-caching")
-    with (
-        free_ports(3) as port,
-        serving(tmp_path, *SIMULATED, *pool, "--tensor-parallel", "2", "--metrics-port", str(port)) as server,
-    ):
+    port = row_of_free_ports(3)
+    with serving(tmp_path, *SIMULATED, *pool, "--tensor-parallel", "2", "--metrics-port", str(port)) as server:
         async with AsyncClient(await asyncio.to_thread(server.wait_for_ready)) as client:
             streams = jobs(NUM_STREAMS, random.Random(5), prompt=(60, 100), output=(120, 150))
             running = asyncio.gather(*(stream.follow(client) for stream in streams))

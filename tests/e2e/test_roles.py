@@ -6,8 +6,9 @@ import urllib.request
 
 import pytest
 
-from e2e.running_server import command, eventually, free_ports
+from e2e.running_server import command, eventually
 from headway.client import AsyncClient
+from served import row_of_free_ports
 
 NUM_TOKENS = 150
 PROMPTS = [random.Random(number).choices(range(10, 250), k=20 + 9 * number) for number in range(8)]
@@ -62,7 +63,8 @@ async def test_prompts_run_here_and_answers_there_with_the_tokens_of_one_executo
         "127.0.0.1:0",
         *ranks,
     )
-    with free_ports(4) as port, command("serve", *flags, "--metrics-port", str(port)) as server:
+    port = row_of_free_ports(4)
+    with command("serve", *flags, "--metrics-port", str(port)) as server:
         async with AsyncClient(await asyncio.to_thread(server.wait_for_ready, 240)) as client:
             await eventually(lambda: figures_at(port)["headway_epochs_total"] == 2)
             await client.drain_executor(1)

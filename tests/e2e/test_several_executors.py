@@ -7,9 +7,10 @@ import urllib.request
 
 import psutil
 
-from e2e.running_server import Command, command, eventually, free_ports
+from e2e.running_server import Command, command, eventually
 from headway.client import AsyncClient
 from headway_process.fleet_numbers import EXECUTOR_VARIABLE
+from served import row_of_free_ports
 
 NUM_STREAMS = 16
 NUM_TOKENS = 100
@@ -62,10 +63,8 @@ def num_joined(server: Command) -> int:
 
 
 async def test_a_killed_executor_loses_nothing_and_works_again_when_it_is_back() -> None:
-    with (
-        free_ports(4) as port,
-        command("serve", "--executors", "2", *SIMULATED, "--metrics-port", str(port)) as server,
-    ):
+    port = row_of_free_ports(4)
+    with command("serve", "--executors", "2", *SIMULATED, "--metrics-port", str(port)) as server:
         executors = (port + 1, port + 2)
         async with AsyncClient(await asyncio.to_thread(server.wait_for_ready)) as client:
             await eventually(lambda: num_joined(server) == 2)
