@@ -72,6 +72,13 @@ def test_it_knows_nothing_before_it_has_seen_more_than_the_first_steps():
     assert model.predict_s(DECODES) == pytest.approx(0.01)
 
 
+def test_it_is_not_trusted_before_many_steps_have_borne_it_out():
+    errors = [taught(num_steps=number, noise=0.01).relative_error for number in (20, 60, 200)]
+    assert StepTimeModel().relative_error > errors[0] > errors[1] > errors[2]
+    assert errors[0] > 0.3
+    assert errors[2] < 0.02
+
+
 def test_it_knows_no_prompts_before_it_has_seen_one():
     model = StepTimeModel()
     for _ in range(20):
