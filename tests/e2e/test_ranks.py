@@ -15,9 +15,8 @@ import pytest
 
 from chaos.harness import Oracle, Process, assert_equal_to_undisturbed, deployment, jobs, shared_memory
 from e2e.running_server import Command, command, eventually, free_port, sockets_in
-from e2e.test_roles import figures_at
 from headway.client import AsyncClient
-from served import row_of_free_ports
+from served import figures_at, row_of_free_ports
 
 NUM_STREAMS = 16
 SIMULATED = ("--backend", "simulated", "--backend-option", "step_base_us=10000")

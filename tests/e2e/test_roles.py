@@ -2,13 +2,12 @@
 
 import asyncio
 import random
-import urllib.request
 
 import pytest
 
 from e2e.running_server import command, eventually
 from headway.client import AsyncClient
-from served import row_of_free_ports
+from served import figures_at, row_of_free_ports
 
 NUM_TOKENS = 150
 PROMPTS = [random.Random(number).choices(range(10, 250), k=20 + 9 * number) for number in range(8)]
@@ -30,12 +29,6 @@ class Streams:
         async for delta in self._client.generate(PROMPTS[number], max_tokens=NUM_TOKENS, **options):
             assert delta.first_token_index == len(self.tokens[number]), "a token is missing or repeated"
             self.tokens[number] += delta.token_ids
-
-
-def figures_at(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
-        lines = page.read().decode().splitlines()
-    return {line.split("{")[0]: float(line.split()[-1]) for line in lines if not line.startswith("#")}
 
 
 async def roles_of(client: AsyncClient) -> list[str]:

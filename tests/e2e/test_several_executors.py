@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import random
-import urllib.request
 
 import psutil
 
 from e2e.running_server import Command, command, eventually
 from headway.client import AsyncClient
 from headway_process.fleet_numbers import EXECUTOR_VARIABLE
-from served import row_of_free_ports
+from served import figures_at, row_of_free_ports
 
 NUM_STREAMS = 16
 NUM_TOKENS = 100
@@ -32,11 +31,9 @@ def executors_of(server: Command) -> dict[int, psutil.Process]:
 def rows_run_by(port: int) -> float:
     """The rows of all steps of the executor with this metrics port; 0 while it is away."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
-            lines = page.read().decode().splitlines()
+        return figures_at(port).get("headway_executor_step_rows_sum", 0.0)
     except OSError:
         return 0.0
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("headway_executor_step_rows_sum"))
 
 
 class Streams:

@@ -252,17 +252,17 @@ class ToolText:
     def _take(self) -> Iterator[str | ToolCall]:
         while True:
             if not self._is_in_call:
-                before, mark, behind = self._held.partition(self._begin) if self._begin else (self._held, "", "")
-                if not mark:
+                if not self._begin or self._begin not in self._held:
                     break
-                self._held, self._is_in_call = behind, True
+                before, _, self._held = self._held.partition(self._begin)
+                self._is_in_call = True
                 yield from self._text(before.rstrip())
             if not self._end:
                 if self._form is not LLAMA or self._held.lstrip()[:1] in {"", "{"}:
                     return
                 # Only an output that begins with a brace may be a call: none follows this text.
                 self._is_in_call = False
-                continue
+                break
             end = self._find_end()
             if end < 0:
                 return

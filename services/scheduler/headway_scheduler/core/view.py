@@ -272,6 +272,9 @@ class SchedulerView:
         return self._core.service_counter_of(tenant)
 
 
+_ONE_ROW = StepShape(1, 1, 0, 0)
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class GapView:
     """Reads what the gaps between tokens follow from."""
@@ -302,7 +305,7 @@ class GapView:
 
     def step_of_one_s(self) -> float:
         """Seconds of a step of one row without context, the least that a step takes; 0 without known step times."""
-        return self._core.step_times.predict_s(StepShape(1, 1, 0, 0)) or 0.0
+        return self._core.step_times.predict_s(_ONE_ROW) or 0.0
 
     def newest_decoding(self, least_tokens: int) -> Request | None:
         """The decoding request that started last, does not leave, and may have so many tokens more."""

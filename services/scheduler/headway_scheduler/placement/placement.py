@@ -3,9 +3,9 @@
 Owns: the waiting requests that no core has, and the choice of a cell. Must not know: steps, rows, or frames.
 
 The order of the queue is the operator's, the same as within a core. The next request goes to the cell with the shortest
-predicted time to its first token: the prompts ahead of it there, and its own tokens that are not cached there, by that
-cell's own model of step times. Of cells that are level, it takes the one with the fewest requests. So nothing piles up on one
-executor while another idles, and prompts that share a prefix meet where it is cached.
+predicted time to its first token: the prompts ahead of it there, its own tokens that are not cached there, and the steps
+that they are in, by that cell's own model of step times. Of cells that are level, it takes the one with the fewest
+requests. So nothing piles up on one executor while another idles, and prompts that share a prefix meet where it is cached.
 
 Where executors have roles, requests that go on with stored blocks stand in a line of their own, by rank and arrival:
 they need another executor than prompts do, so neither may keep the other waiting.

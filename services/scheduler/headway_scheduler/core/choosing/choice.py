@@ -70,8 +70,8 @@ def best_of(request: Request, choices: Sequence[CellLoad], policy: PlacementPoli
     if len(waits) < len(choices):
         waits = _waits_without_speed(len(request.token_ids), choices, cached)
     # Predictions that differ by less than they err are level: then it goes where the fewest
-    # requests are. Not where the fewest run: where prompts cost next to nothing, as beside the weights of a large model,
-    # all that come at once would go to one cell.
+    # requests are. Those that wait count, too: where prompts cost next to nothing, all that come at once would go to one
+    # cell.
     level = min(waits) * (1.0 + min(error, MOST_ERROR))
     best, best_rank = -1, (True, 0, 0)
     for place, wait_s in enumerate(waits):

@@ -62,7 +62,7 @@ _FIRST_NOISE = 0.10
 _NOISE_GAIN = 0.03
 _FIRST_ERROR = 0.50
 _ERROR_GAIN = 0.03
-"""The gain of the mean error that operators see."""
+"""The gain of the mean error, which operators see and which says how far predictions are trusted."""
 _MEAN_TO_DEVIATION = 1.2533
 """The standard deviation of a normal variable over the mean of its absolute value: sqrt(pi / 2)."""
 _LARGEST_ERROR = 9.0
