@@ -90,6 +90,18 @@ WORKS = {
         ("torch_cpu.py", "--concurrency", "8", "--repetitions", "3", "--rounds", "1", "--json"),
         (Figure("CPU tokens/s, 8 at once", lambda result: result["results"][0]["best_output_rate"], is_rate=True),),
     ),
+    "latent": Work(
+        ("latent.py", "--rows", "1,8", "--rounds", "2", "--json"),
+        tuple(
+            Figure(
+                f"latent attention, {kind} tokens/s, {rows} rows",
+                lambda result, place=place, kind=kind: result["results"][place][f"latent_{kind}_rate"],
+                is_rate=True,
+            )
+            for place, rows in enumerate((1, 8))
+            for kind in ("decode", "prompt")
+        ),
+    ),
     "experts": Work(
         ("experts.py", "--rows", "1,8,32", "--rounds", "3", "--json"),
         tuple(

@@ -113,11 +113,11 @@ def int32(values: Any) -> Int32Array:
 
 
 class Steps:
-    """The steps of ``num_rows`` rows in each of ``num_lanes`` lanes: a prompt each, then decodes."""
+    """The steps of ``num_rows`` rows in each of ``num_lanes`` lanes: a prompt of so many tokens each, then decodes."""
 
-    def __init__(self, num_rows: int, num_lanes: int, num_decodes: int) -> None:
-        self._num_rows, self._num_lanes = num_rows, num_lanes
-        width = -(-(PROMPT + num_decodes + 1) // BLOCK_SIZE)
+    def __init__(self, num_rows: int, num_lanes: int, num_decodes: int, prompt: int = PROMPT) -> None:
+        self._num_rows, self._num_lanes, self._prompt = num_rows, num_lanes, prompt
+        width = -(-(prompt + num_decodes + 1) // BLOCK_SIZE)
         self.num_blocks = num_rows * num_lanes * width
         self._table = np.arange(self.num_blocks, dtype=np.int32).reshape(-1, width)
         self._number = 0
@@ -126,19 +126,25 @@ class Steps:
         """One step a lane."""
         for lane in range(self._num_lanes):
             rows = self._rows(lane)
-            tokens = int32(1 + np.arange(PROMPT) % 7)
+            tokens = int32(1 + np.arange(self._prompt) % 7)
             sampling = SamplingParams(temperature=0.0)
             new = [
-                NewRow(row=row, token_ids=tokens, num_prompt_tokens=PROMPT, num_computed_tokens=0, sampling=sampling)
+                NewRow(
+                    row=row,
+                    token_ids=tokens,
+                    num_prompt_tokens=self._prompt,
+                    num_computed_tokens=0,
+                    sampling=sampling,
+                )
                 for row in rows.tolist()
             ]
-            yield self._step(rows, tuple(new), 0, PROMPT)
+            yield self._step(rows, tuple(new), 0, self._prompt)
 
     def decodes(self, first: int, how_many: int) -> Iterator[StepBatch]:
         """Steps of one token a row, the lanes by turns."""
         for number in range(first, first + how_many):
             for lane in range(self._num_lanes):
-                yield self._step(self._rows(lane), (), PROMPT + number, 1)
+                yield self._step(self._rows(lane), (), self._prompt + number, 1)
 
     def _rows(self, lane: int) -> Int32Array:
         return int32(np.arange(self._num_rows) + lane * self._num_rows)
@@ -158,9 +164,11 @@ class Steps:
         )
 
 
-def time_steps(backend: TorchBackend, num_rows: int, lanes: int, num_steps: int) -> dict[str, float]:
+def time_steps(
+    backend: TorchBackend, num_rows: int, lanes: int, num_steps: int, prompt: int = PROMPT
+) -> dict[str, float]:
     """Prompts, then decodes; milliseconds a step, and what of a decode step was waiting."""
-    steps = Steps(num_rows, lanes, num_steps)
+    steps = Steps(num_rows, lanes, num_steps, prompt)
     started = time.perf_counter()
     for batch in steps.prompts():
         backend.execute(batch)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,11 @@ from decoder_driver import (
     states_of,
     write_checkpoint,
 )
+from headway_executor.models.compiled import kernels_lack
+from headway_executor.models.compiled_loading import compiled_layout
 from headway_executor.models.families import read_model_config
+from headway_executor.models.part import whole
+from headway_executor.rank_place import ALONE
 from headway_kernels.cpu import build
 from headway_kernels.cpu import library as library_module
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
@@ -391,6 +396,47 @@ def test_the_widest_head_gives_what_eager_operators_give(tmp_path, attending):
     assert_equals_eager(directory, attending, lengths=(3, 150), block_size=16, vocab_size=90)
 
 
+AS_PUBLISHED = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_attention_heads": 14,
+    "num_key_value_heads": 14,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 20,
+}
+"""Rows of the size that DeepSeek and Kimi have."""
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 0.05)])
+def test_latent_attention_of_published_sizes_gives_what_eager_operators_give(tmp_path, attending, dtype, tolerance):
+    directory = write_checkpoint(tmp_path, dtype=dtype, **AS_PUBLISHED)
+    options = {"vocab_size": 90, "dtype": dtype, "tolerance": tolerance}
+    assert_equals_eager(directory, attending, lengths=(3, 150), block_size=16, **options)
+
+
+def test_a_token_of_latent_attention_has_one_row_for_all_heads(tmp_path, library):
+    config = read_model_config(write_checkpoint(tmp_path, **AS_PUBLISHED))
+    layout = compiled_layout(config, whole(config), library, 16, torch.bfloat16)
+    assert layout.block_bytes == 2 * 16 * 2 * (512 + 64) * 2  # layers, tokens, a key and a value, bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "widest"), [({"kv_lora_rank": 544}, 608), ({"kv_lora_rank": 24, "qk_nope_head_dim": 576}, 640)]
+)
+def test_rows_and_heads_that_are_too_wide_are_left_to_torch_operators(tmp_path, library, changes, widest):
+    config = read_model_config(write_checkpoint(tmp_path, **AS_PUBLISHED | changes))
+    assert kernels_lack(library, config, ALONE) == f"heads of {widest} channels"
+
+
 # ---- the same to the last bit -----------------------------------------------------------------------------------------
 
 
@@ -621,21 +667,10 @@ def test_nothing_undefined_happens(tmp_path):
     if not runs_here(Path(variant.library)):
         pytest.skip("needs a processor that runs the variant")
     target = [option for option in variant.options if option.startswith("-mcpu")]
-    sources = sorted(str(path) for path in build.SOURCES.glob("*.c"))
-    options = [
-        "-std=c11",
-        "-O0",
-        "-g0",
-        "-fsanitize=undefined",
-        "-fsanitize-trap=undefined",
-        "-shared",
-        "-fPIC",
-        "-pthread",
-    ]
+    watched = replace(variant, options=(*target, "-O0", "-fsanitize=undefined", "-fsanitize-trap=undefined"))
+    (workplace := tmp_path / "work").mkdir()
+    build.compile_library(build.read_sources(build.SOURCES), watched, "", tmp_path, workplace)
     library = tmp_path / variant.library
-    caches = {name: str(tmp_path / "cache") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
-    compiler = [sys.executable, "-P", "-m", build.COMPILER, "cc", *target, *options]
-    subprocess.run([*compiler, "-o", str(library), *sources, "-lm"], env=caches | os.environ, cwd=tmp_path, check=True)
     kinds = {"Mistral": 20, "Gemma2": 20, "Olmo2": 20, "Starcoder2": None, "GPTNeoX": None, "GPT2": None}
     mixtures = {"Mixtral": 20, "Qwen2Moe": None, "GptOss": 20, "DeepseekV2": None, "DeepseekV3": None}
     kinds |= mixtures | {"Bloom": None}

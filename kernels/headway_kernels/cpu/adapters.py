@@ -31,18 +31,17 @@ class Site(IntEnum):
     """A product of a layer: ``enum site`` in ``decoder_structs.h``."""
 
     COMPRESS = 0
-    EXPAND = 1
-    GATES = 2
-    STATE_INPUTS = 3
-    STATE_SELECTION = 4
-    STATE_STEPS = 5
-    STATE_GATES = 6
-    QKV = 7
-    OUTPUT = 8
-    STATE_OUTPUT = 9
-    GATE_UP = 10
-    DOWN = 11
-    ROUTER = 12
+    GATES = 1
+    STATE_INPUTS = 2
+    STATE_SELECTION = 3
+    STATE_STEPS = 4
+    STATE_GATES = 5
+    QKV = 6
+    OUTPUT = 7
+    STATE_OUTPUT = 8
+    GATE_UP = 9
+    DOWN = 10
+    ROUTER = 11
 
 
 def expert_gate_up(number: int) -> int:
@@ -53,6 +52,16 @@ def expert_gate_up(number: int) -> int:
 def expert_down(number: int) -> int:
     """The product back from an expert."""
     return len(Site) + 2 * number + 1
+
+
+def latent_absorb(num_experts: int, head: int) -> int:
+    """The product of a head of latent attention to what compressed rows are multiplied with."""
+    return expert_gate_up(num_experts) + 2 * head
+
+
+def latent_values(num_experts: int, head: int) -> int:
+    """The product of a head of latent attention to what it gives."""
+    return latent_absorb(num_experts, head) + 1
 
 
 class LowRankUpdate(NamedTuple):
@@ -67,9 +76,9 @@ class LowRankUpdate(NamedTuple):
 
 
 class PackedAdapter:
-    """By layer and product (a ``Site``, ``expert_gate_up``, ``expert_down``), an addition; most need not have any.
+    """By layer and product (a ``Site``, or one of an expert or of a head), an addition; most need not have any.
 
-    ``num_experts`` are those of the layer that has most, the shared one included. Numbers are held in ``dtype``, float32 or
+    ``num_experts`` are those of the layer that has most, the shared one included; ``latent_heads`` those of latent attention. Numbers are held in ``dtype``, float32 or
     bfloat16; in bfloat16, too, where that holds all of an addition's exactly.
     """
 
@@ -79,10 +88,12 @@ class PackedAdapter:
         layers: Sequence[Mapping[int, LowRankUpdate]],
         dtype: torch.dtype = torch.float32,
         num_experts: int = 0,
+        latent_heads: int = 0,
     ) -> None:
         self._dtype = dtype
         self._kept: list[Tensor] = []
-        of_layer = expert_gate_up(num_experts)
+        of_heads = latent_absorb(num_experts, 0)
+        of_layer = latent_absorb(num_experts, latent_heads)
         self._structs = (_LowRankStruct * (of_layer * len(layers)))()
         self.address = ctypes.addressof(self._structs)
         self.most_rank = 1
@@ -90,7 +101,7 @@ class PackedAdapter:
         for index, layer in enumerate(layers):
             for site, update in layer.items():
                 self._structs[index * of_layer + site] = self._struct(library, update)
-                if site < Site.ROUTER:
+                if site < Site.ROUTER or site >= of_heads:
                     self.most_rank = max(self.most_rank, len(update.down))
                 else:
                     self.most_expert_rank = max(self.most_expert_rank, len(update.down))

@@ -175,6 +175,7 @@ class Rotations(NamedTuple):
 class LayerHeads(NamedTuple):
     """The heads of one layer, and where its keys and values are: in the pool's layer ``kv_layer``, from the number
     ``kv_first`` of each block on. A layer that ``is_reading`` has queries alone: one before it stores what it reads.
+    Latent attention has one key-value head, as wide as ``latent_row``.
     """
 
     num_heads: int
@@ -435,7 +436,10 @@ def _attended_width(library: CpuLibrary, shape: DecoderShape, own: OwnColumns, l
     ranks, widths = own.all_heads // shape.num_heads, [0]
     for layer in layers:
         heads = layer.heads or LayerHeads(shape.num_heads, shape.num_kv_heads, shape.head_dim, 0)
-        attended = ranks * heads.num_heads * library.padded_head_dim(heads.head_dim)
+        width = library.padded_head_dim(heads.head_dim)
+        if isinstance(layer.qkv, PackedLatent):
+            width = layer.qkv.attended_dim
+        attended = ranks * heads.num_heads * width
         inner = 0 if layer.recurrence is None else layer.recurrence.inner
         widths.append((0 if layer.output is None else attended) + inner)
     return max(widths)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from headway_kernels.cpu.coded_weight import CodedWeight
 from headway_kernels.cpu.feed_forward import Activation, activates_in_product
-from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, address, made, rounded
+from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, address, join_panels, made, rounded
 from headway_kernels.routing import Routing
 
 
@@ -97,7 +97,7 @@ class PackedExperts:
         """Columns of the activations of the widest expert."""
         self._library = library
         self._kept = (router, tuple(experts), correction, norms, limits)
-        _join(library, [product for pair in experts for product in pair])
+        join_panels(library, [product for pair in experts for product in pair])
         self._arrays = [(ctypes.c_void_p * len(experts))(*(pair[i].handle for pair in experts)) for i in range(2)]
         self.struct = _ExpertLayerStruct(
             choose=_routing_struct(routing, correction),
@@ -123,12 +123,6 @@ class PackedExperts:
         )
         made(done, "experts")
         return rows[:, : hidden.shape[1]]
-
-
-def _join(library: CpuLibrary, products: Sequence[PackedLinear]) -> None:
-    """Put the weights of a layer's experts into huge pages: one expert alone may be smaller than such a page."""
-    handles = (ctypes.c_void_p * len(products))(*(product.handle for product in products))
-    library.functions.headway_linears_join(ctypes.byref(handles), len(products))
 
 
 class Packing(Protocol):

@@ -8,7 +8,7 @@ The library gets addresses, so every object here keeps its arrays alive. Every c
 import ctypes
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -288,6 +288,12 @@ class PackedLinear:
         )
         made(done, "a product")
         return out[:, : self.outputs // 2 if self._gated else self.outputs]
+
+
+def join_panels(library: CpuLibrary, products: Sequence[PackedLinear]) -> None:
+    """Put the weights of many products into huge pages: one alone may be smaller than such a page."""
+    handles = (ctypes.c_void_p * len(products))(*(product.handle for product in products))
+    library.functions.headway_linears_join(ctypes.byref(handles), len(products))
 
 
 def rounded_to_4_bits(library: CpuLibrary, weight: StackedRows) -> CodedWeight:

@@ -143,6 +143,19 @@ def test_experts(tmp_path):
         assert str(row["mixture_prompt_rate"]) in printed
 
 
+def test_latent(tmp_path):
+    result = tmp_path / "result.json"
+    sizes = ("--layers", "1", "--vocab", "256", "--tokens", "64", "--rows", "1,2", "--steps", "2", "--rounds", "1")
+    printed = run("latent.py", *sizes, "--shape", "deepseek-v2-lite", "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE | {"load", "results", "kv_bytes_of_token"}
+    # 512 compressed channels and 64 shared ones, as key and as value; beside a key and a value of 16 heads.
+    assert record["kv_bytes_of_token"] == {"latent": 2 * 2 * (512 + 64), "plain": 2 * 2 * 16 * 192}
+    for row in record["results"]:
+        assert min(row["latent_decode_rate"], row["plain_decode_rate"], row["prompt_ratio"]) > 0
+        assert str(row["latent_prompt_rate"]) in printed
+
+
 def test_scheduler_step(tmp_path):
     result, profile = tmp_path / "result.json", tmp_path / "profile.txt"
     printed = run(

@@ -19,7 +19,7 @@
 
 #include "vectors.h"
 
-#define MAX_HEAD_DIM 512
+#define MAX_HEAD_DIM 576 /* a row of latent attention, as it is published: 512 channels and 64 */
 
 /* How keys and values are stored: float32; bfloat16, which is widened; or bfloat16 whose pairs are multiplied, with
  * queries and weights that are rounded to bfloat16, too: only for processors with the instruction. */

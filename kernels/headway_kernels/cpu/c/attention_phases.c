@@ -1,15 +1,6 @@
 #include "attention_phases.h"
 
-/* The components that all keys of a token share, the first ones of both halves. */
-static void share_components(const decoder *of, const latent_weights *latent, const float *compressed, float *keys) {
-    const int64_t half = of->shape.true_head_dim / 2, inputs = latent->expand->inputs; /* all layers are alike */
-    const int64_t first = (latent->expand_query == NULL ? 0 : latent->expand_query->inputs) + inputs;
-    const int64_t count = (latent->compress->outputs - first) / 2;
-    for (int64_t head = 0; head < of->shape.num_kv_heads; head++, keys += of->shape.head_dim) {
-        memcpy(keys, compressed + first, (size_t)count * sizeof *keys);
-        memcpy(keys + half, compressed + first + count, (size_t)count * sizeof *keys);
-    }
-}
+#include "latent_phases.h"
 
 /* Queries; then keys, and values if they are, unless another layer has stored them. */
 static void normalise_qkv(const pass *now, float *qkv) {
@@ -46,9 +37,6 @@ static void place_token(const pass *now, const attention_tile *tile, int64_t whi
     float *keys = qkv + heads->num_heads * width;
     const int64_t num_channels = (heads->num_heads + 2 * num_new) * width;
     if (shape->qkv_clip > 0.0f && !shape->clips_normed) clip_row(qkv, num_channels, shape->qkv_clip);
-    if (layer->latent != NULL)
-        share_components(of, layer->latent, of->space.compressed + (tile->token + which) * of->strides.compressed,
-                         keys);
     if (layer->qk_norm != NULL && !shape->norms_rotated) normalise_qkv(now, qkv);
     if (shape->qkv_clip > 0.0f && shape->clips_normed) clip_row(qkv, num_channels, shape->qkv_clip);
     if (shape->gates == GATES_SOFTPLUS) soft_plus_row(qkv + num_channels, heads->num_heads * width);
@@ -67,7 +55,8 @@ static void place_token(const pass *now, const attention_tile *tile, int64_t whi
 static void place_task(void *work, int64_t task) {
     const pass *now = work;
     const attention_tile *tile = &now->of->space.attention_tiles[task];
-    for (int64_t i = 0; i < tile->num_tokens; i++) place_token(now, tile, i);
+    for (int64_t i = 0; i < tile->num_tokens; i++)
+        (now->layer->latent == NULL ? place_token : place_latent_token)(now, tile, i);
 }
 
 /* The task with this number: tile after tile, key-value head after head. */
@@ -90,13 +79,14 @@ static void attend_task(void *work, int64_t number) {
     /* As with panels: members take turns. The tiles of a prompt share their keys, which are in the cache. */
     const int fetches = task.num_tokens == 1 && number + now->num_members < num_attention_tasks(now);
     const attention_task next = fetches ? attention_task_at(now, number + now->num_members) : task;
-    const float *queries = of->space.qkv + token * of->strides.qkv;
+    float *queries = of->space.qkv + token * of->strides.qkv;
     const int64_t qkv_heads = now->attention->num_heads + 2 * now->attention->num_kv_heads;
+    const float *gates = of->shape.gates != GATES_NONE ? queries + qkv_heads * now->attention->head_dim : NULL;
+    float *out = of->rows.attended + token * of->strides.attended + of->shape.first_head * now->attention->head_dim;
+    const int is_latent = now->layer->latent != NULL; /* then sums of rows take the place of the queries */
     attend(now->attention, now->layer_pool, &task, fetches ? &next : NULL, now->layer->window, now->layer->sinks,
-           queries, of->shape.gates != GATES_NONE ? queries + qkv_heads * now->attention->head_dim : NULL,
-           of->strides.qkv,
-           of->rows.attended + token * of->strides.attended + of->shape.first_head * now->attention->head_dim,
-           of->strides.attended);
+           queries, is_latent ? NULL : gates, of->strides.qkv, is_latent ? queries : out,
+           is_latent ? of->strides.qkv : of->strides.attended);
 }
 
 void cut_into_tiles(decoder *of, const decoder_step *step) {
@@ -119,4 +109,5 @@ void cut_into_tiles(decoder *of, const decoder_step *step) {
 void run_attention_phases(member *self, pass *now) {
     team_phase(self, place_task, now, now->of->space.num_attention_tiles);
     team_phase(self, attend_task, now, num_attention_tasks(now));
+    if (now->layer->latent != NULL) expand_values(self, now);
 }

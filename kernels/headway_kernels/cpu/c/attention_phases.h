@@ -1,4 +1,4 @@
-/* Attention as two phases of a step: keys and values are stored, then tokens attend.
+/* Attention as phases of a step: keys and values are stored, then tokens attend.
  *
  * Owns: how a step is cut into tiles and tasks, and what happens to queries and keys before.
  * Must not know: products, or what follows attention.
@@ -11,7 +11,7 @@
 /* The tokens of each row as tiles, and each sampled token as one of its own. */
 void cut_into_tiles(decoder *of, const decoder_step *step);
 
-/* Both phases, for queries, keys and values that lie side by side in the workspace. */
+/* All phases, for queries, keys and values that lie side by side in the workspace. */
 void run_attention_phases(member *self, pass *now);
 
 #endif

@@ -1,6 +1,7 @@
 #include "decoder.h"
 
 #include "attention_phases.h"
+#include "latent_phases.h"
 #include "recurrence_phases.h"
 #include "step_pass.h"
 
@@ -73,9 +74,11 @@ static void gather_task(void *work, int64_t task) {
         gather(now->step, of->rows.hidden + (owns_some ? shape->hidden_start : 0), of->strides.hidden,
                owns_some ? shape->hidden_columns : of->strides.hidden);
     else if (task == 1) /* the results of a state are all of one rank */
-        gather(now->step, of->rows.attended + (owns_heads ? shape->first_head * now->attention->head_dim : 0),
+        gather(now->step,
+               of->rows.attended + (owns_heads ? shape->first_head * attended_dim(now->layer, now->attention) : 0),
                of->strides.attended,
-               owns_heads ? now->attention->num_heads * now->attention->head_dim : of->strides.attended);
+               owns_heads ? now->attention->num_heads * attended_dim(now->layer, now->attention)
+                          : of->strides.attended);
     else
         gather(now->step, of->space.normed, of->strides.hidden, of->strides.hidden);
 }
@@ -157,7 +160,7 @@ static row_adapters adapters_of(const pass *now, enum site site) {
     return (row_adapters){
         .by_token = now->step->adapters,
         .tokens = site > SITE_QKV && now->attending == now->of->space.sampled_tiles ? now->step->sampled : NULL,
-        .addition = (now->layer - now->of->layers) * (SITES + 2 * now->of->experts.experts) + site,
+        .addition = (now->layer - now->of->layers) * additions_of_layer(now->of) + site,
         .added = {space->additions, space->downs, space->most_rank},
     };
 }
@@ -348,37 +351,30 @@ static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const
     if (layer->input_gate != NULL) run_layer_input(self, now, num_tokens, next);
 }
 
-/* Queries, keys and values by way of compressed rows. A product writes whole panels, so queries come first: keys follow
- * them and overwrite what is too much. */
+/* Queries, and what is stored, by way of compressed rows. */
 static void run_latent(member *self, const pass *now, const latent_weights *latent) {
     const decoder *of = now->of;
     const workspace *space = &of->space;
     const int64_t num_tokens = now->step->num_tokens;
-    const float *compressed = space->compressed;
     product compress = product_behind(self, now, now->layer->attention_norm, latent->compress, num_tokens, STORE,
                                       space->compressed, of->strides.compressed);
     compress.adapters = adapters_of(now, SITE_COMPRESS);
     run_product(self, &compress, latent->expand_query == NULL ? latent->query : latent->expand_query);
     product query;
     if (latent->expand_query == NULL) {
-        query = product_behind(self, now, now->layer->attention_norm, latent->query, num_tokens, STORE, space->qkv,
-                               of->strides.qkv);
+        query = product_behind(self, now, now->layer->attention_norm, latent->query, num_tokens, STORE, space->queries,
+                               of->strides.queries);
     } else {
-        query = product_of(&space->products, latent->expand_query, num_tokens, compressed, of->strides.compressed,
-                           (rms_norm){latent->query_norm, latent->norm_eps}, STORE, space->qkv, of->strides.qkv);
-        compressed += latent->expand_query->inputs;
+        query =
+            product_of(&space->products, latent->expand_query, num_tokens, space->compressed, of->strides.compressed,
+                       (rms_norm){latent->query_norm, latent->norm_eps}, STORE, space->queries, of->strides.queries);
     }
     query.adapters = adapters_of(now, SITE_QKV);
-    run_product(self, &query, latent->expand);
-    product expand = product_of(&space->products, latent->expand, num_tokens, compressed, of->strides.compressed,
-                                (rms_norm){latent->norm, latent->norm_eps}, STORE,
-                                space->qkv + now->attention->num_heads * now->attention->head_dim, of->strides.qkv);
-    expand.adapters = adapters_of(now, SITE_EXPAND);
-    run_product(self, &expand, latent->gates == NULL ? now->layer->output : latent->gates);
+    run_product(self, &query, latent->absorb[0]);
+    absorb_keys(self, now);
     if (latent->gates == NULL) return;
-    const int64_t before = (now->attention->num_heads + 2 * now->attention->num_kv_heads) * now->attention->head_dim;
     product gates = product_behind(self, now, now->layer->attention_norm, latent->gates, num_tokens, STORE,
-                                   space->qkv + before, of->strides.qkv);
+                                   space->qkv + latent_columns(now->attention), of->strides.qkv);
     gates.adapters = adapters_of(now, SITE_GATES);
     run_product(self, &gates, now->layer->output);
 }
@@ -527,8 +523,9 @@ static void run_step(void *work, member *self) {
 static void need(decoder *of, const layer_weights *layer, const attention_shape *attention) {
     const decoder_shape *shape = &of->shape;
     if (attends(layer)) {
-        of->strides.qkv = larger_of(of->strides.qkv, round_up(qkv_columns(shape, attention), PANEL));
-        of->strides.attended = larger_of(of->strides.attended, round_up(attended_columns(shape, attention), PANEL));
+        of->strides.qkv = larger_of(of->strides.qkv, round_up(qkv_columns(shape, layer, attention), PANEL));
+        of->strides.attended =
+            larger_of(of->strides.attended, round_up(attended_columns(shape, layer, attention), PANEL));
         if (tokens_per_tile(attention) < of->tokens_per_tile) of->tokens_per_tile = tokens_per_tile(attention);
     }
     of->strides.needs_normed |= shape->is_parallel || shape->norm_kind != NORM_RMS;
@@ -543,13 +540,16 @@ static void need(decoder *of, const layer_weights *layer, const attention_shape 
         of->strides.needs_added = 1;
     }
     if (layer->recurrence != NULL) {
-        const int64_t before = attends(layer) ? qkv_columns(shape, attention) : 0;
-        const int64_t heads = attends(layer) ? attended_columns(shape, attention) : 0;
+        const int64_t before = attends(layer) ? qkv_columns(shape, layer, attention) : 0;
+        const int64_t heads = attends(layer) ? attended_columns(shape, layer, attention) : 0;
         of->strides.qkv = larger_of(of->strides.qkv, before + layer->recurrence->columns);
         of->strides.attended = larger_of(of->strides.attended, round_up(heads + inner_of(layer->recurrence), PANEL));
     }
-    if (layer->latent != NULL)
+    if (layer->latent != NULL) {
+        of->latent_heads = attention->num_heads;
         of->strides.compressed = larger_of(of->strides.compressed, round_up(layer->latent->compress->outputs, PANEL));
+        of->strides.queries = round_up(attention->num_heads * layer->latent->query_dim, PANEL);
+    }
     if (layer->experts != NULL)
         of->experts = larger_sizes(of->experts, layer->experts);
     else if (layer->gate_up != NULL && (layer->activation != SILU || !layer->is_gated))
@@ -602,7 +602,9 @@ int headway_decoder_run(decoder *the_decoder, team *with, const decoder_step *st
     const shared_rows *shared = step->shared;
     const workspace *space = &the_decoder->space;
     if (!reserve_space(&the_decoder->space, &the_decoder->strides, step->num_tokens, shared == NULL)) return 0;
-    if (step->adapters != NULL && !reserve_additions(&the_decoder->space.products, space->num_tokens, step->most_rank))
+    if (step->adapters != NULL &&
+        !reserve_additions(&the_decoder->space.products, space->num_tokens * larger_of(1, the_decoder->latent_heads),
+                           step->most_rank))
         return 0;
     the_decoder->experts.shares = shared != NULL;
     if (the_decoder->experts.experts > 0 && !reserve_expert_space(&the_decoder->expert_space, &the_decoder->experts,

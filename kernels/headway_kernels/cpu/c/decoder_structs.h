@@ -101,16 +101,20 @@ static inline attention_shape attention_shape_of(const decoder_shape *shape) {
     };
 }
 
-/* Latent attention (DeepSeek-AI 2024, arXiv 2405.04434): `compress` gives a compressed query, a compressed key and
- * value, and then the first components of both halves of a head, which all keys of a token share. Each part is
- * normalised, with the root mean square of `norm_eps`, and expanded: to queries, and to keys (zeros where they share),
- * then values. Without `expand_query`, `query` gives queries. Expanded keys and values are stored. `gates` are of what
- * attention gives, or NULL. */
+/* Latent attention: see latent_phases.h. `compress` gives a compressed query, a compressed key and value, and then the
+ * `num_shared` channels that all keys of a token share: the first ones of both halves of a head. The first two are
+ * normalised, with the root mean square of `norm_eps`. Queries, heads `query_dim` apart, come from the first, or,
+ * without `expand_query`, from the hidden state by `query`. By head, `absorb` [rank, channels of a key] is what makes
+ * keys, turned, with zeros for shared channels, and `values` [value, rank]. `gates` [num_heads] are of what heads give,
+ * or NULL. */
 typedef struct {
     linear *query;
     linear *compress;
     linear *expand_query;
-    linear *expand;
+    linear *const *absorb;
+    linear *const *values;
+    int64_t query_dim;
+    int64_t num_shared;
     const float *query_norm;
     const float *norm;
     float norm_eps;
@@ -119,7 +123,7 @@ typedef struct {
 
 /* The heads of one layer, as `decoder_shape` has them of most, and where its keys and values are: in the pool's
  * layer `kv_layer`, from number `kv_first` of each block on. One that `is_reading` has queries alone: a layer before it
- * has stored what it reads. */
+ * has stored what it reads. Latent attention has one key-value head, which is a token's row. */
 typedef struct {
     int64_t num_heads;
     int64_t num_kv_heads;
@@ -215,10 +219,10 @@ typedef struct {
 
 /* The products of a layer, in the order of an adapter's additions; those up to SITE_QKV, which latent attention has for
  * its queries, come before attention. Every layer has SITES, and behind them two for each expert, as many as the layer
- * with most experts needs: to its `gate_up`, to its `down`. */
+ * with most experts needs: to its `gate_up`, to its `down`; then two for each head of latent attention: to `absorb`, to
+ * `values`. */
 enum site {
     SITE_COMPRESS,
-    SITE_EXPAND,
     SITE_GATES,
     SITE_STATE_INPUTS,
     SITE_STATE_SELECTION,

@@ -4,11 +4,12 @@
 
 /* Beside attention, the columns of a state follow those of its heads. */
 float *inputs_of_state(const pass *now) {
-    return now->of->space.qkv + (attends(now->layer) ? qkv_columns(&now->of->shape, now->attention) : 0);
+    return now->of->space.qkv + (attends(now->layer) ? qkv_columns(&now->of->shape, now->layer, now->attention) : 0);
 }
 
 float *results_of_state(const pass *now) {
-    return now->of->rows.attended + (attends(now->layer) ? attended_columns(&now->of->shape, now->attention) : 0);
+    return now->of->rows.attended +
+           (attends(now->layer) ? attended_columns(&now->of->shape, now->layer, now->attention) : 0);
 }
 
 static token_run tokens_of(const pass *now, int64_t row) {

@@ -27,6 +27,7 @@ typedef struct decoder {
     wide_rows rows;
     expert_sizes experts; /* without experts: zeros */
     expert_space expert_space;
+    int64_t latent_heads; /* 0: no attention is latent */
 } decoder;
 
 typedef struct {
@@ -49,14 +50,33 @@ static inline int attends(const layer_weights *layer) { return layer->output != 
 /* Whether anything in a layer knows other tokens. */
 static inline int mixes(const layer_weights *layer) { return attends(layer) || layer->recurrence != NULL; }
 
+/* Of queries and a token's row; gates of latent attention stand behind them. */
+static inline int64_t latent_columns(const attention_shape *heads) {
+    return (heads->num_heads + heads->num_kv_heads) * heads->head_dim;
+}
+
 /* Of queries, keys, values and gates. */
-static inline int64_t qkv_columns(const decoder_shape *shape, const attention_shape *heads) {
-    return (heads->num_heads * (shape->gates != GATES_NONE ? 2 : 1) + 2 * heads->num_kv_heads) * heads->head_dim;
+static inline int64_t qkv_columns(const decoder_shape *shape, const layer_weights *layer,
+                                  const attention_shape *heads) {
+    const int has_gates = shape->gates != GATES_NONE;
+    if (layer->latent != NULL) return latent_columns(heads) + (has_gates ? padded_outputs(heads->num_heads) : 0);
+    return (heads->num_heads * (has_gates ? 2 : 1) + 2 * heads->num_kv_heads) * heads->head_dim;
+}
+
+/* Of what one head gives. */
+static inline int64_t attended_dim(const layer_weights *layer, const attention_shape *heads) {
+    return layer->latent == NULL ? heads->head_dim : padded_outputs(layer->latent->values[0]->outputs);
 }
 
 /* Of what the heads of all ranks give, which have equally many each. */
-static inline int64_t attended_columns(const decoder_shape *shape, const attention_shape *heads) {
-    return shape->all_heads / shape->num_heads * heads->num_heads * heads->head_dim;
+static inline int64_t attended_columns(const decoder_shape *shape, const layer_weights *layer,
+                                       const attention_shape *heads) {
+    return shape->all_heads / shape->num_heads * heads->num_heads * attended_dim(layer, heads);
+}
+
+/* Of an adapter: see `enum site`. */
+static inline int64_t additions_of_layer(const decoder *of) {
+    return SITES + 2 * (of->experts.experts + of->latent_heads);
 }
 
 #endif

@@ -13,6 +13,7 @@ void free_space(workspace *space) {
     free(space->added);
     free(space->gate_up);
     free(space->compressed);
+    free(space->queries);
     free(space->layer_inputs);
     free(space->attention_tiles);
     free(space->sampled_tiles);
@@ -41,6 +42,7 @@ static int reserve_own_rows(workspace *space, const row_strides *strides, int64_
            get_rows(&space->added, num_tokens, strides->needs_added ? strides->hidden : 0) &&
            get_rows(&space->gate_up, num_tokens, strides->gate_up) &&
            get_rows(&space->compressed, num_tokens, strides->compressed) &&
+           get_rows(&space->queries, num_tokens, strides->queries) &&
            get_rows(&space->layer_inputs, num_tokens, strides->layer_inputs);
 }
 

@@ -27,6 +27,7 @@ typedef struct {
     int64_t packed_activations; /* inputs of the product behind them */
     int64_t gate_up;
     int64_t compressed;
+    int64_t queries;
     int64_t layer_inputs;
     int64_t widest_input; /* of all products */
     int64_t needs_normed;
@@ -44,6 +45,7 @@ typedef struct {
     float *added;
     float *gate_up;
     float *compressed;
+    float *queries;
     float *layer_inputs;
     product_space products;
     attention_tile *attention_tiles;

@@ -5,12 +5,15 @@ Owns: their arguments, and what they lack. Must not know: how they compute.
 A row's logits have the same bits in any step and with any chunks, but not with any variant of the kernels.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.adapters import ModelAdapters
+from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.features import Feature, lacking
 from headway_executor.models.forward import StepRows
@@ -19,6 +22,7 @@ from headway_executor.models.recurrence import RowStates
 from headway_executor.models.stage import Stage
 from headway_executor.rank_place import RankPlace
 from headway_kernels.cpu.decoder import Decoder
+from headway_kernels.cpu.latent import latent_row
 from headway_kernels.cpu.library import CpuLibrary, StaleKernelsError, load_library
 from headway_kernels.cpu.recurrence import MOST_TAPS
 
@@ -44,7 +48,9 @@ def checked_library() -> CpuLibrary | None:
 
 def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> str:
     """What of this model the kernels do not have, in words; empty if nothing."""
-    widest = max(attention.head_dim for attention in config.attentions)
+    # Heads of latent attention are narrower than its rows, as they are published.
+    widths = ((attention.head_dim, stored_heads(library, attention)[1]) for attention in config.attentions)
+    widest = max(itertools.chain.from_iterable(widths))
     if widest > library.max_head_dim:
         return f"heads of {widest} channels"
     padded = [attention.head_dim for attention in config.attentions if attention.head_dim % library.lanes]
@@ -59,6 +65,15 @@ def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> 
         if place.tensor_parallel == 1
         else every - {Feature.POST_NORM, Feature.UNEVEN_LAYERS, Feature.LAYER_INPUTS, Feature.EXPERT_NORMS},
     )
+
+
+def stored_heads(library: CpuLibrary, attention: AttentionConfig, num_kv_heads: int = 1) -> tuple[int, int]:
+    """How many keys the kernels store of a token, and as many values, and how wide; of so many key-value heads. With latent
+    attention that is one row of all heads.
+    """
+    if attention.latent is None:
+        return num_kv_heads, attention.head_dim
+    return 1, latent_row(library, attention.latent.rank, attention.latent.rotary_dim)
 
 
 def part_for(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> ModelPart:

@@ -11,10 +11,19 @@ from torch.nn import functional
 
 from headway_executor.models.adapters import AdapterSite, AdapterWeights, LowRank, ModelAdapters
 from headway_executor.models.compiled_weights import ACTIVATIONS, with_padded_heads
-from headway_executor.models.config import ExpertsConfig, ModelConfig
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
+from headway_executor.models.latent_tensors import by_head, with_values_as_wide
 from headway_executor.models.part import ModelPart
 from headway_executor.models.rope import halves
-from headway_kernels.cpu.adapters import LowRankUpdate, PackedAdapter, Site, expert_down, expert_gate_up
+from headway_kernels.cpu.adapters import (
+    LowRankUpdate,
+    PackedAdapter,
+    Site,
+    expert_down,
+    expert_gate_up,
+    latent_absorb,
+    latent_values,
+)
 from headway_kernels.cpu.experts import padded_columns
 from headway_kernels.cpu.feed_forward import activates_in_product
 from headway_kernels.cpu.library import CpuLibrary, rounded
@@ -31,12 +40,13 @@ _PLAIN = {
 
 def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart, dtype: torch.dtype) -> ModelAdapters:
     """The adapters of a part that the kernels run, held in ``dtype``, float32 or bfloat16."""
-    layers = [_Layer(library, config, part, index) for index in part.layers]
-    num_experts = max(layer.num_experts for layer in layers)
+    num_experts = max(_experts_with_shared(config.layers[index].feed_forward) for index in part.layers)
+    layers = [_Layer(library, config, part, index, num_experts) for index in part.layers]
+    latent_heads = 0 if config.attention.latent is None else len(part.heads)
 
     def packed(weights: AdapterWeights) -> PackedAdapter:
         updates = [dict(layer.updates(added)) for layer, added in zip(layers, weights.layers, strict=True)]
-        return PackedAdapter(library, updates, dtype, num_experts)
+        return PackedAdapter(library, updates, dtype, num_experts, latent_heads)
 
     return ModelAdapters(config, halves, part, prepare=packed)
 
@@ -44,7 +54,10 @@ def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart, dtyp
 class _Layer:
     """The forms of one layer's projections."""
 
-    def __init__(self, library: CpuLibrary, config: ModelConfig, part: ModelPart, index: int) -> None:
+    def __init__(
+        self, library: CpuLibrary, config: ModelConfig, part: ModelPart, index: int, most_experts: int
+    ) -> None:
+        self._most_experts = most_experts
         self._head_dim = config.attention_of(index).head_dim
         self._padding = library.padded_head_dim(self._head_dim) - self._head_dim
         self._panel = library.panel
@@ -55,23 +68,17 @@ class _Layer:
             ACTIVATIONS[self._feed.activation], is_gated=self._feed.is_gated
         )
 
-    @property
-    def num_experts(self) -> int:
-        """The shared one included."""
-        experts = self._feed.experts
-        return 0 if experts is None else experts.routing.num_experts + bool(experts.shared_size)
-
     def updates(self, added: Mapping[AdapterSite, LowRank]) -> Iterator[tuple[int, LowRankUpdate]]:
         """By product."""
         for site, (down, up) in added.items():
             if site in (AdapterSite.QKV, AdapterSite.LATENT_QUERY):
                 yield Site.QKV, _plain(down, self._padded(up))
             elif site == AdapterSite.LATENT_EXPANSION:
-                yield Site.EXPAND, _plain(down, self._padded(up))
+                yield from self._of_heads(down, up)
             elif site == AdapterSite.LATENT_GATES:
-                yield Site.GATES, _plain(down, self._padded(up))
+                yield Site.GATES, _plain(down, up[:: self._head_dim])
             elif site == AdapterSite.OUTPUT:
-                yield Site.OUTPUT, _plain(self._padded(down.t()).t(), up)
+                yield Site.OUTPUT, _plain(self._attended(down), up)
             elif site == AdapterSite.GATE_UP:
                 yield Site.GATE_UP, LowRankUpdate(down, up, gated=self._is_gated_in_product)
             elif site in _PLAIN:
@@ -84,6 +91,19 @@ class _Layer:
             yield from () if compress is None else ((Site.COMPRESS, compress),)
         if self._feed.experts is not None:
             yield from self._of_experts(self._feed.experts, added)
+
+    def _of_heads(self, down: Tensor, up: Tensor) -> Iterator[tuple[int, LowRankUpdate]]:
+        """What adds ``up @ down`` to the weights of keys adds it, turned, to what rows are multiplied with."""
+        assert self._latent is not None
+        for head, (keys, values) in enumerate(zip(*by_head(self._latent, up), strict=True)):
+            yield latent_absorb(self._most_experts, head), _plain(keys.t(), down.t())
+            yield latent_values(self._most_experts, head), _plain(down, values)
+
+    def _attended(self, down: Tensor) -> Tensor:
+        """Of the projection behind attention."""
+        if self._latent is None:
+            return self._padded(down.t()).t()
+        return with_values_as_wide(self._latent, down, rounded(self._latent.value_dim, self._panel))
 
     def _of_experts(
         self, config: ExpertsConfig, added: Mapping[AdapterSite, LowRank]
@@ -113,6 +133,11 @@ class _Layer:
 
     def _padded(self, heads: Tensor) -> Tensor:
         return with_padded_heads(heads, self._head_dim, self._padding)
+
+
+def _experts_with_shared(feed: FeedForwardConfig) -> int:
+    """How many a layer has, the shared one included."""
+    return 0 if feed.experts is None else feed.experts.routing.num_experts + bool(feed.experts.shared_size)
 
 
 def _plain(down: Tensor, up: Tensor) -> LowRankUpdate:

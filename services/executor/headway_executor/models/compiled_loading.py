@@ -13,7 +13,7 @@ from headway_executor.memory.kv_pool import StoredBlock
 from headway_executor.models.alibi import score_biases
 from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.coded_tensors import CodedTensors
-from headway_executor.models.compiled import part_for
+from headway_executor.models.compiled import part_for, stored_heads
 from headway_executor.models.compiled_weights import WeightLoader
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.kv_layout import KvLayout, kv_layout
@@ -34,10 +34,7 @@ from headway_kernels.cpu.decoder import (
     WideRows,
     block_floats,
 )
-from headway_kernels.cpu.library import (
-    CpuLibrary,
-    Team,
-)
+from headway_kernels.cpu.library import CpuLibrary, Team, rounded
 
 GATES = {"sigmoid": GateKind.SIGMOID, "softplus": GateKind.SOFTPLUS}
 
@@ -163,8 +160,8 @@ def compiled_layout(
     """Where keys and values are in the kernels' own form."""
 
     def block_of(attention: AttentionConfig) -> StoredBlock:
-        num_kv_heads = len(part.kv_heads_of(attention.num_kv_heads))
-        return StoredBlock((block_floats(library, num_kv_heads, attention.head_dim, block_size),), dtype)
+        stored = stored_heads(library, attention, len(part.kv_heads_of(attention.num_kv_heads)))
+        return StoredBlock((block_floats(library, *stored, block_size),), dtype)
 
     return kv_layout(config, part.layers, block_of)
 
@@ -173,7 +170,9 @@ def _mates_of(stage: Stage | None, config: ModelConfig, library: CpuLibrary) -> 
     if stage is None or stage.group is None:
         return None
     part = stage.part
-    attended = part.attended(config.num_heads, library.padded_head_dim(config.head_dim))
+    latent = config.attention.latent
+    per_head = library.padded_head_dim(config.head_dim) if latent is None else rounded(latent.value_dim, library.panel)
+    attended = part.attended(config.num_heads, per_head)
     feed = config.experts
     pairs = part.of_expert(0 if feed is None else feed.intermediate_size)
     of_shared = part.of_expert(0 if feed is None or feed.experts is None else feed.experts.shared_size)

@@ -17,10 +17,11 @@ from torch.nn import functional
 from headway_executor.memory.host_memory import copy_of_table
 from headway_executor.models.attention_config import Rotary
 from headway_executor.models.coded_tensors import CodedTensors, Projection
+from headway_executor.models.compiled import stored_heads
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RecurrenceConfig
 from headway_executor.models.expert_tensors import NormsOfExperts
 from headway_executor.models.kv_layout import KvPlace
-from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
+from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors, by_head, with_values_as_wide
 from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.part import ModelPart
@@ -186,16 +187,17 @@ class WeightLoader:
         place, attention = self._places[index], self._config.attention_of(index)
         if place is None:
             return None
-        counts = (
-            len(self._part.heads_of(attention.num_heads)),
-            len(self._part.kv_heads_of(attention.num_kv_heads)),
-        )
-        return LayerHeads(*counts, attention.head_dim, *place, self._config.layers[index].keys_of is not None)
+        kv_heads = self._part.kv_heads_of(attention.num_kv_heads)
+        stored = stored_heads(self._library, attention, len(kv_heads))
+        is_reading = self._config.layers[index].keys_of is not None
+        return LayerHeads(len(self._part.heads_of(attention.num_heads)), *stored, *place, is_reading)
 
     def _attention(self, index: int) -> tuple[PackedLinear | PackedLatent, PackedLinear]:
         latent = self._tensors.latent(index)
         if latent is not None:
-            return self._latent(index, latent), self._output(index, latent.output(), None)
+            packed = self._latent(index, latent)
+            output = with_values_as_wide(latent.config, latent.output(), packed.attended_dim)
+            return packed, self._linear(output, None)
         if self._config.attention_of(index).value_dim:  # Groups of inputs cannot be padded.
             return self._qkv(index), self._output(index, *self._tensors.wide_output(index))
         return self._qkv(index), self._output(index, *self._read(lambda read: read.output(index)))
@@ -250,9 +252,19 @@ class WeightLoader:
             assert query_expansion is not None
             queries = self._expansion(index, query_expansion)
             compress = torch.cat([query_in, compress])
-        expand, gates = self._expansion(index, latent.key_value_expansion()), latent.gates()
-        packed_gates = None if gates is None else self._heads(index, gates)
-        return PackedLatent(queries, self._linear(compress, None), expand, LATENT_EPS, packed_gates)
+        gates, (norm, weight) = latent.gates(), latent.key_value_expansion()
+        keys, values = by_head(latent.config, weight)
+        return PackedLatent(
+            self._library,
+            queries,
+            self._linear(compress, None),
+            _float32(norm),
+            [self._linear(of_head.t(), None) for of_head in keys],
+            [self._linear(of_head, None) for of_head in values],
+            num_shared=latent.config.rotary_dim,
+            norm_eps=LATENT_EPS,
+            gates=None if gates is None else self._linear(gates[:: latent.config.key_dim], None),
+        )
 
     def _expansion(self, index: int, expansion: Expansion) -> PackedExpansion:
         return PackedExpansion(_float32(expansion.norm), self._heads(index, expansion.weight))

@@ -95,7 +95,7 @@ class LatentTensors:
         read: Callable[..., Tensor],
         index_order: Tensor | None,
     ) -> None:
-        self._config = config
+        self.config = config
         self._part = part
         self._order = channel_order
         self._index_order = index_order
@@ -103,28 +103,28 @@ class LatentTensors:
 
     def query(self) -> Tensor | None:
         """``[heads * key_dim, hidden]``; None if queries are compressed too."""
-        return self.queries() if self._config.query_rank is None else None
+        return self.queries() if self.config.query_rank is None else None
 
     def query_in(self) -> Tensor | None:
         """``[query_rank, hidden]``, or None."""
-        return None if self._config.query_rank is None else self._read(f"{QUERY_IN}.weight")
+        return None if self.config.query_rank is None else self._read(f"{QUERY_IN}.weight")
 
     def query_expansion(self) -> Expansion | None:
         """To ``[heads * key_dim]``, or None."""
-        if self._config.query_rank is None:
+        if self.config.query_rank is None:
             return None
         return Expansion(self._read(f"{_QUERY_NORM}.weight"), self.queries())
 
     def queries(self) -> Tensor:
         """To ``[heads * key_dim]``, from the hidden state or a compressed row."""
-        by_head = self._of_heads(WHOLE_QUERY if self._config.query_rank is None else QUERY, self._config.key_dim)
-        rotated_first = torch.cat([by_head[:, self._config.plain_dim :], by_head[:, : self._config.plain_dim]], 1)
+        by_head = self._of_heads(WHOLE_QUERY if self.config.query_rank is None else QUERY, self.config.key_dim)
+        rotated_first = torch.cat([by_head[:, self.config.plain_dim :], by_head[:, : self.config.plain_dim]], 1)
         return rotated_first[:, self._order].flatten(0, 1)
 
     def key_value_in(self) -> Tensor:
         """``[rank + rotary_dim, hidden]``: the rows behind ``rank`` are channels that all keys share, in their order."""
         stored = self._read(f"{KEY_VALUE_IN}.weight")
-        return torch.cat([stored[: self._config.rank], stored[self._config.rank :][self._order[self.shared_places()]]])
+        return torch.cat([stored[: self.config.rank], stored[self.config.rank :][self._order[self.shared_places()]]])
 
     def key_value_expansion(self) -> Expansion:
         """To keys, then values: ``[2 * heads * key_dim]``; the channels that keys share are zeros."""
@@ -132,7 +132,7 @@ class LatentTensors:
 
     def keys_and_values(self) -> Tensor:
         """Of that, the weight."""
-        config = self._config
+        config = self.config
         by_head = self._of_heads(KEY_VALUE, config.plain_dim + config.value_dim)
         keys = functional.pad(by_head[:, : config.plain_dim], (0, 0, config.rotary_dim, 0))[:, self._order]
         values = functional.pad(by_head[:, config.plain_dim :], (0, 0, 0, config.key_dim - config.value_dim))
@@ -140,15 +140,15 @@ class LatentTensors:
 
     def output(self) -> Tensor:
         """``[own_hidden, all heads * key_dim]``."""
-        part, value_dim = self._part, self._config.value_dim
+        part, value_dim = self._part, self.config.value_dim
         rows, columns = (None, self._channels(value_dim)) if part.is_fast else (part.own_hidden, None)
-        stored = self._read(f"{self._config.output}.weight", rows, columns)
+        stored = self._read(f"{self.config.output}.weight", rows, columns)
         by_head = stored.view(len(stored), stored.shape[1] // value_dim, value_dim)
-        return functional.pad(by_head, (0, self._config.key_dim - self._config.value_dim)).flatten(1)
+        return functional.pad(by_head, (0, self.config.key_dim - self.config.value_dim)).flatten(1)
 
     def gates(self) -> Tensor | None:
         """``[heads * key_dim, hidden]``, each channel that of its head; or None."""
-        config = self._config
+        config = self.config
         if config.gates is None:
             return None
         return self._read(f"{config.gates}.weight", self._part.heads).repeat_interleave(config.key_dim, 0)
@@ -168,10 +168,10 @@ class LatentTensors:
 
     def shared_places(self) -> Tensor:
         """Where in a key the shared channels are: int64, ``[rotary_dim]``."""
-        return (self._order < self._config.rotary_dim).nonzero().flatten()
+        return (self._order < self.config.rotary_dim).nonzero().flatten()
 
     def _read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
-        return self._read_named(self._config.prefix + name, rows, columns)
+        return self._read_named(self.config.prefix + name, rows, columns)
 
     def _of_heads(self, name: str, head_dim: int) -> Tensor:
         """``[heads, head_dim, inputs]``."""
@@ -180,3 +180,17 @@ class LatentTensors:
 
     def _channels(self, head_dim: int) -> range:
         return range(self._part.heads.start * head_dim, self._part.heads.stop * head_dim)
+
+
+def by_head(config: LatentConfig, expansion: Tensor) -> tuple[Tensor, Tensor]:
+    """What is of keys, ``[heads, key_dim, n]``, and of values, ``[heads, value_dim, n]``, in ``keys_and_values``, or in what an
+    adapter adds to that.
+    """
+    keys, values = expansion.view(2, -1, config.key_dim, expansion.shape[1])
+    return keys, values[:, : config.value_dim]
+
+
+def with_values_as_wide(config: LatentConfig, behind: Tensor, width: int) -> Tensor:
+    """What reads the values of heads, ``[n, heads * key_dim]``, for heads with so many columns each, in place of ``key_dim``."""
+    values = behind.view(len(behind), -1, config.key_dim)[..., : config.value_dim]
+    return functional.pad(values, (0, width - config.value_dim)).flatten(1)
