@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.kv_layout import block_bytes_of
+from headway_executor.models.kv_layout import vectors_layout
+from headway_executor.models.part import whole
 from headway_executor.models.tensor_shapes import expected_tensors
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS
 
@@ -73,6 +74,11 @@ class Line:
         return self.floor_ms / self.measured_ms if self.measured_ms else 0.0
 
 
+def kv_bytes_of_token(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: str) -> int:
+    """Of keys and values in all layers, as the ``triton`` backend stores them."""
+    return vectors_layout(config, whole(config), 1, dtype, kv_cache_dtype, expands=True).block_bytes
+
+
 class Floors:
     """Bytes and operations of a model's steps over the limits of a device."""
 
@@ -81,7 +87,7 @@ class Floors:
     ) -> None:
         self._config = config
         self._element = dtype.itemsize
-        self._kv_bytes = block_bytes_of(config, 1, dtype, kv_cache_dtype)
+        self._kv_bytes = kv_bytes_of_token(config, dtype, kv_cache_dtype)
         self._limits = limits
         # The embedding is looked up, not multiplied with; where it is the head too, it is read as that.
         self._num_head = config.vocab_size * config.hidden_size

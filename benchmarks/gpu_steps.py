@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from gpu_attention import AttentionLoad
 from gpu_device import Device
-from gpu_floors import BYTES_OF_CODES, Floors, Limits, Line
+from gpu_floors import BYTES_OF_CODES, Floors, Limits, Line, kv_bytes_of_token
 from gpu_parts import Parts, measure_parts
 from gpu_shapes import SHAPES, Shape, config_of
 from gpu_stepping import BLOCK_SIZE, SteppedBackend, device_ms
@@ -42,7 +42,6 @@ from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.memory.host_speed import measure_device, measure_host
 from headway_executor.memory.kv_pool import CODES
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.kv_layout import block_bytes_of
 from headway_executor.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.gpu.attention.long_chunks import LibraryLacking
 from headway_kernels.gpu.linear.float8 import is_native
@@ -214,7 +213,7 @@ class AttentionBenchmark:
         config = self._config
         work = self._launching(self._load(batch, context, 1))
         measured = self._device.seconds(work, self._repetitions)
-        num_bytes = batch * context * block_bytes_of(config, 1, self._dtype, self._kv_cache_dtype) / config.num_layers
+        num_bytes = batch * context * kv_bytes_of_token(config, self._dtype, self._kv_cache_dtype) / config.num_layers
         return Line(f"attention, {batch} decodes after {context}", measured * 1e3, num_bytes / bandwidth * 1e3, 0.85)
 
     def _prefill(self, length: int) -> Iterator[Line]:

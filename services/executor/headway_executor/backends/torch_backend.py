@@ -27,14 +27,13 @@ from headway_executor.backend import (
 from headway_executor.backends.following import FollowingModel
 from headway_executor.backends.joining import joined, num_lanes_of, parting_on_error, slowest
 from headway_executor.backends.torch_encoder import OpenEncoder, open_encoder
-from headway_executor.backends.torch_loading import checked, draft_proposer, load
+from headway_executor.backends.torch_loading import checked, draft_block_bytes, draft_proposer, load
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.host.device_errors import translating
 from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
 from headway_executor.models.forward import ForwardPass, Int64Array, StepRows, step_rows
-from headway_executor.models.kv_layout import block_bytes_of
 from headway_executor.models.model_settings import (
     ModelSettings,
     device_of,
@@ -89,9 +88,7 @@ class TorchBackend:
         block_bytes_beside = 0
         if config.speculation == "draft" and config.place.rank == 0:
             draft = draft_settings_of(config, settings.model_config, settings.max_model_len)
-            block_bytes_beside = block_bytes_of(
-                draft.model_config, config.block_size, settings.dtype, config.kv_cache_dtype
-            )
+            block_bytes_beside = draft_block_bytes(config, draft, settings.dtype, device)
         self._group = joined(config, TORCH)
         with (
             parting_on_error(self._group),

@@ -82,10 +82,10 @@ def load(
     between_stages = dtype if library is None else torch.float32
     stage = stage_of(part, group, dtype=between_stages, most_tokens=config.max_num_batched_tokens)
     places = _Places(config, settings, part, device, group, block_bytes_beside)
+    layout = _layout(config, settings, part, library)
     if library is None:
         _warn_of_widening(config, checkpoint, dtype)
         torch.set_num_threads(num_threads)
-        layout = vectors_layout(model_config, part, config.block_size, dtype, config.kv_cache_dtype)
         beside = StepAdapters(ModelAdapters(model_config, interleaved, part, place=partial(on_device, device=device)))
         decoder, embedding = load_eager(
             model_config,
@@ -119,7 +119,7 @@ def load(
     narrow = dtype if config.quantization == "none" else torch.bfloat16
     adapters = adapters_for(library, model_config, part, narrow)
     states = places.states()
-    pool = places.pool(compiled_layout(model_config, part, library, config.block_size, dtype), states)
+    pool = places.pool(layout, states)
     return CompiledModel(compiled, pool, stage, adapters, states)
 
 
@@ -148,6 +148,19 @@ def draft_proposer(
         block_size=pool.block_size,
         max_model_len=draft.max_model_len,
     )
+
+
+def draft_block_bytes(config: BackendConfig, draft: ModelSettings, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of one of the draft model's blocks."""
+    own = msgspec.structs.replace(config, place=ALONE, warn=lambda _: None)
+    library = _kernels(own, draft.model_config, dtype, device)
+    return _layout(own, draft._replace(dtype=dtype), part_of(draft.model_config, ALONE), library).block_bytes
+
+
+def _layout(config: BackendConfig, settings: ModelSettings, part: ModelPart, library: CpuLibrary | None) -> KvLayout:
+    if library is None:
+        return vectors_layout(settings.model_config, part, config.block_size, settings.dtype, config.kv_cache_dtype)
+    return compiled_layout(settings.model_config, part, library, config.block_size, settings.dtype)
 
 
 def _check_threads(num_threads: int) -> None:

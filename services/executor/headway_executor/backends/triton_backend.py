@@ -24,7 +24,7 @@ from headway_executor.checkpoint.random_weights import RandomCheckpoint
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL
 from headway_executor.gpu.decoder import check_kernels_have
-from headway_executor.gpu.device_adapters import with_table
+from headway_executor.gpu.device_adapters import DeviceAdapter, with_gates_of_channels, with_table
 from headway_executor.gpu.device_parts import DeviceParts, ModelFiles
 from headway_executor.gpu.device_stage import DeviceStage
 from headway_executor.gpu.drawing_steps import DrawingSteps
@@ -34,7 +34,7 @@ from headway_executor.gpu.preparation import open_pools, record_graphs
 from headway_executor.gpu.runtime import runtime_for
 from headway_executor.gpu.tokens_among_mates import TokensAmongMates
 from headway_executor.host.device_errors import translating
-from headway_executor.models.adapters import ModelAdapters, on_device
+from headway_executor.models.adapters import AdapterWeights, ModelAdapters, on_device
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
 from headway_executor.models.model_settings import (
@@ -245,7 +245,10 @@ def _open_draft(config: BackendConfig, draft: ModelSettings | None) -> AbstractC
 
 
 def _adapters(config: BackendConfig, model_config: ModelConfig, part: ModelPart, device: torch.device) -> ModelAdapters:
-    adapters = ModelAdapters(model_config, halves, part, place=lambda weights: with_table(on_device(weights, device)))
+    def placed(weights: AdapterWeights) -> DeviceAdapter:
+        return with_table(on_device(with_gates_of_channels(weights, model_config.head_dim), device))
+
+    adapters = ModelAdapters(model_config, halves, part, place=placed)
     for name, directory in config.adapters.items():
         adapters.load(adapters.read(name, directory))
     return adapters

@@ -87,9 +87,7 @@ class AttentionLoader:
 
     def _latent(self, index: int, latent: LatentTensors) -> LatentQkv:
         """Of numbers: codes cannot be padded."""
-        config, query, query_in = self._parts.config.attention.latent, latent.query(), latent.query_in()
-        gates = latent.gates()
-        assert config is not None
+        config, query, query_in, gates = latent.config, latent.query(), latent.query_in(), latent.gates()
         assert self._latent_space is not None
         expansion, compress = latent.query_expansion(), latent.key_value_in()
         if expansion is None or query_in is None:
@@ -111,7 +109,11 @@ class AttentionLoader:
             self._latent_space,
             None
             if gates is None
-            else self._parts.adapted(self._parts.weights.product(gates, None), index, AdapterSite.LATENT_GATES),
+            else self._parts.adapted(
+                self._parts.weights.product(gates.repeat_interleave(config.key_dim, 0), None),
+                index,
+                AdapterSite.LATENT_GATES,
+            ),
         )
 
     def _expansion(self, expansion: Expansion, index: int, site: AdapterSite) -> DeviceLinear:

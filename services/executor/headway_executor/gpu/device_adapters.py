@@ -77,6 +77,18 @@ class DeviceAdapter(NamedTuple):
     table: Tensor
 
 
+def with_gates_of_channels(weights: AdapterWeights, key_dim: int) -> AdapterWeights:
+    """What is added to gates of heads, added to those of each of their channels, which latent attention has here."""
+
+    def widened(sites: Mapping[AdapterSite, LowRank]) -> Mapping[AdapterSite, LowRank]:
+        gates = sites.get(AdapterSite.LATENT_GATES)
+        if gates is None:
+            return sites
+        return {**sites, AdapterSite.LATENT_GATES: gates._replace(up=gates.up.repeat_interleave(key_dim, 0))}
+
+    return AdapterWeights(tuple(widened(sites) for sites in weights.layers))
+
+
 def with_table(weights: AdapterWeights) -> DeviceAdapter:
     """The same, with the addresses of its matrices, which stay where they are."""
     entries = np.zeros((len(weights.layers), len(_NUMBERS), ENTRY), dtype=np.int64)

@@ -162,7 +162,7 @@ class DeviceParts:
     ) -> DeviceModel:
         """A model over these rows and columns."""
         config, (model_config, dtype, _) = self.config, files.settings
-        layout = vectors_layout(model_config, files.part, config.block_size, dtype, config.kv_cache_dtype)
+        layout = vectors_layout(model_config, files.part, config.block_size, dtype, config.kv_cache_dtype, expands=True)
 
         def tuning_of(attention: AttentionConfig) -> AttentionTuning:
             return self._tunings.of_attention(attention.head_dim, dtype, is_coded=config.kv_cache_dtype == CODES)

@@ -63,6 +63,22 @@ class StepAdapters:
             if added is not None:
                 _add(added, tokens, inputs, outputs)
 
+    def add_of_heads(self, layer: int, *, is_of_keys: bool, inputs: Tensor, outputs: Tensor) -> None:
+        """Add to the products of heads, ``[tokens, heads, ...]``, what each row's adapter makes of the expansion of latent
+        attention: of keys, whose product is turned, or of values.
+        """
+        for adapter, tokens in self.groups:
+            added = adapter.layers[layer].get(AdapterSite.LATENT_EXPANSION)
+            if added is None:
+                continue
+            down, up = added.down, added.up.view(2, inputs.shape[1], -1, len(added.down))[0 if is_of_keys else 1]
+            own = inputs.index_select(0, tokens).float()
+            if is_of_keys:
+                made = torch.einsum("thk,hkr->thr", own, up) @ down
+            else:
+                made = torch.einsum("thr,hkr->thk", own @ down.t(), up)
+            outputs.index_add_(0, tokens, made.to(outputs.dtype))
+
     def add_of_expert(self, number: int, layer: int, site: AdapterSite, inputs: Tensor, outputs: Tensor) -> None:
         """As ``add``, of one expert with its rows."""
         for (adapter, _), rows in zip(self.groups, self._of_experts, strict=True):
@@ -91,4 +107,18 @@ class AdaptedProduct:
         """See ``Product``."""
         outputs = self._product(inputs)
         self._add(self._layer, self._site, inputs, outputs)
+        return outputs
+
+
+class AdaptedHeads:
+    """Products of heads of latent attention, and what each row's adapter adds; see ``StepAdapters.add_of_heads``."""
+
+    def __init__(self, product: Product, step: StepAdapters, layer: int, *, is_of_keys: bool) -> None:
+        self._product = product
+        self._add = partial(step.add_of_heads, layer, is_of_keys=is_of_keys)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """``[tokens, heads, in] -> [tokens, heads, out]``."""
+        outputs = self._product(inputs)
+        self._add(inputs=inputs, outputs=outputs)
         return outputs

@@ -33,7 +33,9 @@ _Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The sizes that attention needs; ``scale`` multiplies scores, ``softcap`` bounds them."""
+    """The sizes that attention needs; ``scale`` multiplies scores, ``softcap`` bounds them. With ``keys_are_values``, keys serve
+    as values, which are not given.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -41,6 +43,7 @@ class AttentionShape:
     scale: float
     softcap: float | None = None
     has_sinks: bool = False
+    keys_are_values: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -51,6 +54,11 @@ class AttentionShape:
     def query_width(self) -> int:
         """Columns of all query heads."""
         return self.num_heads * self.head_dim
+
+    @property
+    def first_value(self) -> int:
+        """The first head of values, behind queries and keys."""
+        return self.num_heads + (0 if self.keys_are_values else self.num_kv_heads)
 
 
 class OrderedRows:
@@ -138,7 +146,7 @@ class AttentionPlan:
     ) -> Tensor:
         """Store new keys and values at ``place``, and attend; return ``[tokens, heads * head_dim]``.
 
-        ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head_dim]``; with ``is_reading``, queries alone, and the keys and values are
+        ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head_dim]``, without values if keys serve as such; with ``is_reading``, queries alone, and the keys and values are
         there. A query sees ``window`` positions, its own included;
         None: all. ``sinks`` ``[heads]``: in each head's softmax a score without a value. ``growth`` ``[context]`` multiplies
         queries by their positions, in place. ``index``: what chooses the keys that are seen; ``sees_as_before``: those are
@@ -181,9 +189,15 @@ class AttentionPlan:
         """The vectors of layers of this shape, and where new ones go."""
         found = self._places.get(shape)
         if found is None:
-            vectors = KvVectors(self._pool, shape.num_kv_heads, shape.head_dim, self._dtype)
-            keys = vectors.keys(self._slots)
-            written = torch.from_numpy(np.concatenate([keys, keys + vectors.value_offset]).T.reshape(-1))
+            vectors = KvVectors(
+                self._pool,
+                shape.num_kv_heads,
+                shape.head_dim,
+                self._dtype,
+                keys_are_values=shape.keys_are_values,
+            )
+            places = vectors.of(self._slots)
+            written = torch.from_numpy(places.reshape(-1, len(self._slots)).T.reshape(-1))
             found = self._places[shape] = vectors, written.to(device)
         return found
 
@@ -290,8 +304,7 @@ class _Gather:
     """``slots`` is ``[rows, width]``."""
 
     def __init__(self, shape: AttentionShape, vectors: KvVectors, slots: _Int64Array, like: Tensor) -> None:
-        keys = vectors.keys(slots)
-        both = np.stack([keys, keys + vectors.value_offset]).transpose(0, 2, 1, 3)
+        both = vectors.of(slots).transpose(0, 2, 1, 3)
         self._shape = (*both.shape, shape.head_dim)
         self._index = torch.from_numpy(both.reshape(-1)).to(like.device)
         self._index_keys: Tensor | None = None
@@ -299,8 +312,8 @@ class _Gather:
 
     def of(self, vectors: LayerVectors) -> tuple[Tensor, Tensor]:
         """Both ``[rows, kv_heads, width, head_dim]``."""
-        keys, values = vectors.read(self._index).view(self._shape)
-        return keys, values
+        both = vectors.read(self._index).view(self._shape)
+        return both[0], both[-1]
 
     @property
     def width(self) -> int:
@@ -343,12 +356,11 @@ class _NewChunks:
         del vectors
         shape = self._shape
         heads = qkv.view(*self._size, -1, shape.head_dim).transpose(1, 2)
-        first_value = shape.num_heads + shape.num_kv_heads
         attended = _attend(
             shape,
             heads[:, : shape.num_heads],
-            heads[:, shape.num_heads : first_value],
-            heads[:, first_value:],
+            heads[:, shape.num_heads : shape.num_heads + shape.num_kv_heads],
+            heads[:, shape.first_value :],
             self._mask if seen is None else seen,
             sinks,
         )

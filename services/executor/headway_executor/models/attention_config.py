@@ -63,6 +63,11 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Channels of a key."""
         return self.plain_dim + self.rotary_dim
 
+    @property
+    def row_dim(self) -> int:
+        """Channels of a token's row, which serves all heads: what keys share, and the compressed part."""
+        return self.rotary_dim + self.rank
+
 
 class AlibiConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Scores fall with the distance of a key, in each head at a slope of its own; see ``alibi``. ``is_rounded``: slopes and

@@ -29,6 +29,7 @@ from headway_kernels.cpu.feed_forward import activates_in_product
 from headway_kernels.cpu.library import CpuLibrary, rounded
 
 _PLAIN = {
+    AdapterSite.LATENT_GATES: Site.GATES,
     AdapterSite.STATE_INPUTS: Site.STATE_INPUTS,
     AdapterSite.STATE_SELECTION: Site.STATE_SELECTION,
     AdapterSite.STATE_STEPS: Site.STATE_STEPS,
@@ -75,8 +76,6 @@ class _Layer:
                 yield Site.QKV, _plain(down, self._padded(up))
             elif site == AdapterSite.LATENT_EXPANSION:
                 yield from self._of_heads(down, up)
-            elif site == AdapterSite.LATENT_GATES:
-                yield Site.GATES, _plain(down, up[:: self._head_dim])
             elif site == AdapterSite.OUTPUT:
                 yield Site.OUTPUT, _plain(self._attended(down), up)
             elif site == AdapterSite.GATE_UP:

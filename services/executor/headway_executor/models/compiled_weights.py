@@ -263,7 +263,7 @@ class WeightLoader:
             [self._linear(of_head, None) for of_head in values],
             num_shared=latent.config.rotary_dim,
             norm_eps=LATENT_EPS,
-            gates=None if gates is None else self._linear(gates[:: latent.config.key_dim], None),
+            gates=None if gates is None else self._linear(gates, None),
         )
 
     def _expansion(self, index: int, expansion: Expansion) -> PackedExpansion:

@@ -38,7 +38,7 @@ from headway_executor.models.eager_experts import eager_experts
 from headway_executor.models.eager_products import EagerProducts
 from headway_executor.models.key_index import INDEX_EPS, KeyIndex
 from headway_executor.models.kv_layout import KvPlace
-from headway_executor.models.latent import InTurn, LatentQkv
+from headway_executor.models.latent import InTurn, LatentQkv, LatentValues
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, IndexTensors, LatentTensors
 from headway_executor.models.linear import GatheredLinear
 from headway_executor.models.part import whole
@@ -182,23 +182,31 @@ class _Loader:
             self._places[place],
         )
         assert kv_place is not None
+        head_dim = attention.head_dim
+        if attention.latent is not None:
+            num_kv_heads, head_dim = 1, attention.latent.row_dim
         num_rotated = num_heads + (0 if is_reading else num_kv_heads)
         has_values = attention.norms_values and not is_reading
         growth = layer.query_growth
-        latent_qkv, key_index = (None, None) if latent is None else self._latent_qkv(place, index, latent)
+        latent_qkv, values, key_index = (None, None, None) if latent is None else self._latent(place, index, latent)
         if latent is not None or attention.value_dim:  # Groups of inputs cannot be padded.
             padded = tensors.wide_output(index) if latent is None else (latent.output(), None)
             output = self._make.adapted(self._make.linear(*padded), place, AdapterSite.OUTPUT)
         else:
             output = self._make.dense(lambda read: read.output(index), place, AdapterSite.OUTPUT)
+        back = self._make.back(
+            self._make.behind_norm(index, config.names.output_norm, output),
+            self._part.attended(attention.num_heads, attention.head_dim),
+        )
         return Attention(
             shape=AttentionShape(
                 num_heads,
                 num_kv_heads,
-                attention.head_dim,
+                head_dim,
                 attention.scale,
                 attention.softcap,
                 sinks is not None,
+                keys_are_values=latent is not None,
             ),
             place=kv_place,
             is_reading=is_reading,
@@ -209,15 +217,12 @@ class _Loader:
             norms_rotated=attention.norms_rotated,
             rope=config.rotary(index),
             growth=None if growth is None else self._growth(growth),
-            output=self._make.back(
-                self._make.behind_norm(index, config.names.output_norm, output),
-                self._part.attended(attention.num_heads, attention.head_dim),
-            ),
+            output=back if values is None else InTurn((values, back)),
             window=layer.window,
             sinks=None if sinks is None else self._make.wide(sinks),
             clip=attention.clip,
             clips_normed=attention.clips_normed,
-            num_gates=0 if attention.gates == "none" else num_heads * attention.head_dim,
+            num_gates=0 if attention.gates == "none" else num_heads * head_dim,
             gate_kind=attention.gate_kind,
             index=key_index,
             sees_as_before=layer.sees_as_before,
@@ -262,9 +267,8 @@ class _Loader:
         weight, bias, norm = before
         return InTurn((self._make.linear(weight, bias), ACTIVATIONS[config.activation], self._make.norm(norm), head))
 
-    def _latent_qkv(self, place: int, index: int, latent: LatentTensors) -> tuple[LatentQkv, KeyIndex | None]:
-        config, query, gates = self._config.attention.latent, latent.query(), latent.gates()
-        assert config is not None
+    def _latent(self, place: int, index: int, latent: LatentTensors) -> tuple[LatentQkv, LatentValues, KeyIndex | None]:
+        config, query, gates = latent.config, latent.query(), latent.gates()
         expansion, query_in = latent.query_expansion(), latent.query_in()
         key_index: KeyIndex | None = None
         if expansion is None or query_in is None:
@@ -276,18 +280,22 @@ class _Loader:
             queries = InTurn((compress, norm, expand))
             if config.index is not None and not self._config.layers[index].sees_as_before:
                 key_index = self._key_index(InTurn((compress, norm)), latent.index(), config.index.num_chosen)
+        row_norm, weight = latent.key_value_expansion()
+        num_heads = len(self._part.heads)
+        keys, values = weight.view(2, num_heads, config.key_dim, config.rank)
         qkv = LatentQkv(
             query=queries,
             compress=self._make.adapted(self._make.linear(latent.key_value_in()), place, AdapterSite.LATENT_IN),
-            expand=InTurn(self._expansion(latent.key_value_expansion(), place, AdapterSite.LATENT_EXPANSION)),
+            norm=RmsNorm(self._make.placed(row_norm), LATENT_EPS),
+            absorb=self._make.of_heads(keys, place, is_of_keys=True),
             rank=config.rank,
-            num_heads=len(self._part.heads),
-            places=latent.shared_places().to(self._make.device),
+            num_heads=num_heads,
             gates=None
             if gates is None
             else self._make.adapted(self._make.linear(gates), place, AdapterSite.LATENT_GATES),
         )
-        return qkv, key_index
+        expand = self._make.of_heads(values.transpose(1, 2), place, is_of_keys=False)
+        return qkv, LatentValues(expand, config.rank, num_heads), key_index
 
     def _key_index(self, compress: Product, tensors: IndexTensors, num_chosen: int) -> KeyIndex:
         """It computes the compressed row again, a twentieth of attention."""

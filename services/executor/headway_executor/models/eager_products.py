@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from headway_executor.checkpoint.weights import Checkpoint
-from headway_executor.models.adapted import AdaptedProduct, StepAdapters
+from headway_executor.models.adapted import AdaptedHeads, AdaptedProduct, StepAdapters
 from headway_executor.models.adapters import AdapterSite
 from headway_executor.models.coded_tensors import CodedTensors, Projection
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.decoder import LayerNorm, Product, RmsNorm
-from headway_executor.models.latent import InTurn
+from headway_executor.models.latent import HeadProducts, InTurn
 from headway_executor.models.linear import GatheredLinear, Linear, RoundingLinear, SummedLinear, placed
 from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.rope import interleaved
@@ -98,6 +98,11 @@ class EagerProducts:
     def adapted(self, product: Product, place: int, site: AdapterSite, number: int | None = None) -> Product:
         """With what adapters add at a ``site`` of layer ``place`` of the stage; ``number``: of an expert."""
         return product if self.adapters is None else AdaptedProduct(product, self.adapters, place, site, number)
+
+    def of_heads(self, weight: Tensor, place: int, *, is_of_keys: bool) -> Product:
+        """A product of each head of latent attention, ``[heads, in, out]``, with what adapters add."""
+        product = HeadProducts(self.placed(weight))
+        return product if self.adapters is None else AdaptedHeads(product, self.adapters, place, is_of_keys=is_of_keys)
 
     def back(self, own: Product, inputs: Cut) -> Product:
         """A projection back to the hidden state."""

@@ -18,7 +18,7 @@ from headway_executor.backend import BackendConfigError
 from headway_executor.memory.kv_pool import CODES, StoredBlock, stored_block
 from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.part import ModelPart, whole
+from headway_executor.models.part import ModelPart
 
 _ALIGNED = 64
 """Numbers: a layer begins at a whole cache line, whatever is before it."""
@@ -75,14 +75,23 @@ def _placed(
 
 
 def vectors_layout(
-    config: ModelConfig, part: ModelPart, block_size: int, dtype: torch.dtype, kv_cache_dtype: str
+    config: ModelConfig,
+    part: ModelPart,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: str,
+    *,
+    expands: bool = False,
 ) -> KvLayout:
-    """Of a part whose blocks are vectors of heads; see ``kv_vectors``."""
+    """Of a part whose blocks are vectors of heads, see ``kv_vectors``; of latent attention, rows of tokens, unless it
+    ``expands`` them before they are stored.
+    """
 
     def block_of(attention: AttentionConfig) -> StoredBlock:
-        num_vectors = 2 * len(part.kv_heads_of(attention.num_kv_heads)) + config.has_index
-        shape = (num_vectors, block_size, attention.head_dim)
-        return stored_block(kv_cache_dtype, shape, dtype)
+        num_vectors, width = 2 * len(part.kv_heads_of(attention.num_kv_heads)), attention.head_dim
+        if attention.latent is not None and not expands:
+            num_vectors, width = 1, attention.latent.row_dim
+        return stored_block(kv_cache_dtype, (num_vectors + config.has_index, block_size, width), dtype)
 
     layout = kv_layout(config, part.layers, block_of)
     if kv_cache_dtype == CODES and len(layout.block.shape) == 1:
@@ -91,8 +100,3 @@ def vectors_layout(
             "allowed: auto"
         )
     return layout
-
-
-def block_bytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype, kv_cache_dtype: str) -> int:
-    """Bytes of a block in all layers, without the padding of a backend's own form."""
-    return vectors_layout(config, whole(config), block_size, dtype, kv_cache_dtype).block_bytes

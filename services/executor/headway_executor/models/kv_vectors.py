@@ -2,8 +2,8 @@
 
 Owns: where a vector is, how it is stored and read. Must not know: rows, attention.
 
-A layer's part of a block is ``[2 * kv_heads, block_size, head_dim]``, key heads first, and behind the values perhaps keys of an
-index; ``headway_kernels.kv_codes`` says what one of codes is.
+A layer's part of a block is ``[2 * kv_heads, block_size, head_dim]``, key heads first, or half of that where keys are the
+values, too, and behind those perhaps keys of an index; ``headway_kernels.kv_codes`` says what one of codes is.
 """
 
 from typing import Protocol
@@ -35,8 +35,11 @@ class LayerVectors(Protocol):
 class KvVectors:
     """The vectors of all layers with ``num_kv_heads`` heads of ``head_dim`` channels."""
 
-    def __init__(self, pool: KvPool, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, pool: KvPool, num_kv_heads: int, head_dim: int, dtype: torch.dtype, *, keys_are_values: bool = False
+    ) -> None:
         self._num_kv_heads = num_kv_heads
+        self._num_vectors = num_kv_heads * (1 if keys_are_values else 2)
         self._layers = pool.layers
         self._dtype = dtype
         self.block_size = pool.block_size
@@ -46,10 +49,12 @@ class KvVectors:
         self._per_block = pool.layers.shape[2] * self.block_size if is_alone else pool.layers.shape[2] // head_dim
         self._head_dim = head_dim
 
-    @property
-    def value_offset(self) -> int:
-        """Places from a key to its value."""
-        return self._num_kv_heads * self.block_size
+    def of(self, slots: _Int64Array) -> _Int64Array:
+        """The places of the keys of ``slots``, and of their values, if these are others: int64, ``[1 or 2, kv_heads,
+        *slots.shape]``.
+        """
+        places = self._places(slots, np.arange(self._num_vectors))
+        return places.reshape(-1, self._num_kv_heads, *slots.shape)
 
     def at(self, place: KvPlace) -> LayerVectors:
         """Views of a layer's vectors."""
@@ -58,16 +63,16 @@ class KvVectors:
             return _Codes(layer, self._dtype)
         return _Numbers(layer.view(-1)[place.first :].view(-1, self._head_dim))
 
-    def keys(self, slots: _Int64Array) -> _Int64Array:
-        """The places of the keys of ``slots``: int64, ``[kv_heads, *slots.shape]``."""
-        blocks, offsets = np.divmod(slots, self.block_size)
-        heads = np.arange(self._num_kv_heads).reshape(-1, *(1 for _ in slots.shape))
-        return blocks * self._per_block + heads * self.block_size + offsets
-
     def index_keys(self, slots: _Int64Array) -> _Int64Array:
         """The places of the index's keys of ``slots``: int64, of their shape."""
+        return self._places(slots, np.array([self._num_vectors])).reshape(slots.shape)
+
+    def _places(self, slots: _Int64Array, vectors: _Int64Array) -> _Int64Array:
+        """``[vectors, *slots.shape]``."""
         blocks, offsets = np.divmod(slots, self.block_size)
-        return blocks * self._per_block + 2 * self.value_offset + offsets
+        within = vectors.reshape(-1, *(1 for _ in slots.shape)) * self.block_size + offsets
+        found: _Int64Array = blocks * self._per_block + within
+        return found
 
 
 class _Numbers:

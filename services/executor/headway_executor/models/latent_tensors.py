@@ -147,11 +147,9 @@ class LatentTensors:
         return functional.pad(by_head, (0, self.config.key_dim - self.config.value_dim)).flatten(1)
 
     def gates(self) -> Tensor | None:
-        """``[heads * key_dim, hidden]``, each channel that of its head; or None."""
-        config = self.config
-        if config.gates is None:
-            return None
-        return self._read(f"{config.gates}.weight", self._part.heads).repeat_interleave(config.key_dim, 0)
+        """``[heads, hidden]``, or None."""
+        gates = self.config.gates
+        return None if gates is None else self._read(f"{gates}.weight", self._part.heads)
 
     def index(self) -> IndexTensors:
         """The layer's index of keys, which it has."""
