@@ -235,15 +235,16 @@ def test_adapters_of_a_step_that_is_padded_beyond_the_recorded_sizes_are_compute
     step.adapters.leave(np.zeros(1, dtype=np.int32))
 
 
-@pytest.mark.parametrize("speculation", ["ngram", "draft"])
-def test_speculation_launches_nothing_new(speculation, tmp_path):
+@pytest.mark.parametrize(("speculation", "most_tokens"), [("ngram", 64), ("draft", 64), ("ngram", 61)])
+def test_speculation_launches_nothing_new(speculation, most_tokens, tmp_path):
+    """Of fewer tokens than those of any recorded step with chunks, the largest step has as many rows, and no chunk."""
     make_checkpoint(tmp_path, "llama3")
     backend = TritonBackend()
     draft = {"speculation": speculation, "draft_model": str(tmp_path) if speculation == "draft" else ""}
     config = BackendConfig(
         model=str(tmp_path),
         dtype="bfloat16",
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=most_tokens,
         num_speculative_tokens=4,
         **SETTINGS,
         **draft,
