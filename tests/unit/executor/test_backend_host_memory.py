@@ -1,6 +1,7 @@
 """Backends keep their host blocks where they are told to, and fill device blocks with what was kept elsewhere."""
 
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -97,10 +98,24 @@ def test_layouts_that_differ_have_other_names_and_no_host_blocks_are_asked_for_t
 
 def test_memory_that_a_device_cannot_use_is_given_back(monkeypatch):
     memory = Memory()
-    monkeypatch.setattr("headway_executor.memory.host_pool._pin", lambda _: False)
+    kept_errors = []
+
+    def register(address, size, flags):
+        """CUDA keeps what failed; torch raises it at its next launch, and not again."""
+        assert (address, size) == (memory.blocks.ctypes.data, 5 * 8)
+        kept_errors.append("cudaErrorInvalidValue")
+        return 1
+
+    def ones(*shape, device):
+        raise RuntimeError(kept_errors.pop())
+
+    library = types.SimpleNamespace(cudart=lambda: types.SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(host_pool, "_untyped_cuda", library)
+    monkeypatch.setattr(torch, "ones", ones)
     found = memory_for(memory, num_blocks=5, block_bytes=8, layout="x", device=torch.device("cuda"))
     assert found is None
     assert memory.asked == [(5, 8, "x"), (0, 8, "x")]
+    assert not kept_errors, "nothing is left for the launch that comes next"
 
 
 def test_the_simulated_cache_is_bytes_in_host_memory():

@@ -163,7 +163,8 @@ def adapted(request, tmp_path_factory):
         write_adapter(directory / str(seed), model, seed=seed, rank=2 + 20 * seed, **of_experts) for seed in (1, 2)
     ]
     backend = TritonBackend()
-    config = {"dtype": "bfloat16", "max_num_batched_tokens": MOST_TOKENS, **SETTINGS}
+    # With an odd number of rows, what is packed behind their tiles is less aligned.
+    config = {"dtype": "bfloat16", "max_num_batched_tokens": MOST_TOKENS, **SETTINGS, "max_num_seqs": 41}
     info = backend.open(BackendConfig(model=str(directory / "model"), **config))
     opened = backend._model
     with torch.inference_mode(), logged() as opening:
@@ -184,6 +185,8 @@ def test_adapters_launch_nothing_new(adapted):
         driver = BackendDriver(backend, info)
         driver.run(requests, budget=MOST_TOKENS)
         driver.run([Request(prompt(5), 2, adapter=name)], budget=MOST_TOKENS)
+        # Beyond the recorded sizes.
+        driver.run([Request(prompt(50), 2, adapter=name) for _ in range(20)], budget=MOST_TOKENS)
     assert serving.keys - opening.keys == set()
     assert {launch.kernel for launch in serving.launches} >= {"skinny_kernel", "_activate_and_multiply", "_shrink"}
 
@@ -225,21 +228,23 @@ def test_adapters_of_a_step_that_is_padded_beyond_the_recorded_sizes_are_compute
     for num_tokens in (step.most_tokens, step.most_tokens + 8):
         with torch.inference_mode():
             step.clear()
+            step._large.groups = []
             step.begin(np.zeros(step.most_tokens, dtype=np.int32), num_tokens)
         assert bool(step._addresses.any()) == (num_tokens <= step.most_tokens)
         assert bool(step._large.groups) == (num_tokens > step.most_tokens)
     step.adapters.leave(np.zeros(1, dtype=np.int32))
 
 
-@pytest.mark.parametrize("speculation", ["ngram", "draft"])
-def test_speculation_launches_nothing_new(speculation, tmp_path):
+@pytest.mark.parametrize(("speculation", "most_tokens"), [("ngram", 64), ("draft", 64), ("ngram", 61)])
+def test_speculation_launches_nothing_new(speculation, most_tokens, tmp_path):
+    """Of fewer tokens than those of any recorded step with chunks, the largest step has as many rows, and no chunk."""
     make_checkpoint(tmp_path, "llama3")
     backend = TritonBackend()
     draft = {"speculation": speculation, "draft_model": str(tmp_path) if speculation == "draft" else ""}
     config = BackendConfig(
         model=str(tmp_path),
         dtype="bfloat16",
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=most_tokens,
         num_speculative_tokens=4,
         **SETTINGS,
         **draft,

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 import gpu_attention
+import gpu_device
 import gpu_floors
 import gpu_stack
 import gpu_steps
+import gpu_tune
 import program
 from gpu_shapes import SHAPES, TINY, config_of
 from headway_conformance import SCENARIOS
@@ -179,9 +181,38 @@ def test_the_tasks_are_of_what_there_is(tool):
         for flag, value in zip(task.command, task.command[1:], strict=False):
             assert value in of_flag.get(flag, {value})
             if flag == "--sections":
-                assert {*value.split(",")} <= {*gpu_steps.SECTIONS}
+                sections = gpu_tune.SECTIONS if "benchmarks/gpu_tune.py" in task.command else gpu_steps.SECTIONS
+                assert {*value.split(",")} <= {*sections}
         paths = [word for word in task.command if word.endswith(".py")]
         assert all((ROOT / path).exists() for path in paths), task.name
+
+
+def test_what_is_timed_begins_with_empty_caches_and_waits_for_no_launch(monkeypatch):
+    said = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            said.append("event")
+
+        def synchronize(self):
+            said.append("waited")
+
+        def elapsed_time(self, end):
+            return 2.0
+
+    class Memory:
+        def zero_(self):
+            said.append("evicted")
+
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: Memory())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append("busy"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("synchronized"))
+    assert gpu_device.Device("cuda").seconds(lambda: said.append("work"), 2, warm_ups=1) == 0.002
+    assert said == ["work", "synchronized", *["evicted", "busy", "event", "work", "event", "waited"] * 2]
 
 
 def test_nine_minutes_are_for_speeds_and_later_ones_for_the_rest(tool):

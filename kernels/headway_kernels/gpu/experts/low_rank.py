@@ -90,7 +90,8 @@ def _entry_of(tables, order, ends, place, site, NUM_EXPERTS: tl.constexpr, NUM_C
     return pair, tl.where(table != 0, table + site * (_ENTRY * 8), 0)
 
 
-@triton.jit(do_not_specialize=["first", "at_once", "site"])
+# Tables of small steps are a slice of packed memory, those of large ones are not: neither may need its own variant.
+@triton.jit(do_not_specialize=["first", "at_once", "site"], do_not_specialize_on_alignment=["tables"])
 def _shrink_pairs(
     tables,
     chosen,
@@ -141,7 +142,7 @@ def _shrink_pairs(
                 tl.store(parts + ranks, sums, mask=ranks < rank)
 
 
-@triton.jit(do_not_specialize=["first", "at_once", "site"])
+@triton.jit(do_not_specialize=["first", "at_once", "site"], do_not_specialize_on_alignment=["tables"])
 def _expand_pairs(
     tables,
     chosen,

@@ -179,11 +179,6 @@ class Decoder:
         """Whether it gives logits."""
         return self._weights.head is not None
 
-    @property
-    def has_long_attention(self) -> bool:
-        """Whether long chunks are not as others."""
-        return self._long_attention is not None
-
     def plan_long(self, batch: StepBatch) -> Callable[[Tensor, Tensor, Tensor], None] | None:
         """What attends with the long chunks of the step in the columns; None: there are none, or they are as others."""
         if self._long_attention is None:

@@ -58,8 +58,7 @@ def try_largest_step(parts: DeviceParts) -> None:
     """Run the largest step in block 0: this compiles, and torch keeps its memory."""
     config, store = parts.config, parts.rows.token_store
     parts.rows.apply((any_row(),), np.zeros((2, 1), dtype=np.int32))
-    if parts.target.decoder.has_long_attention:
-        _launch_largest(parts, most_rows=1)  # Among many rows, no chunk is long.
+    _launch_largest(parts, most_rows=1)  # Among many rows, no chunk is long, and of as many as tokens, none is a chunk.
     batch, shape = _launch_largest(parts, most_rows=parts.most_rows)
     if parts.draft is not None:
         parts.draft.forward(parts.draft.size_of(shape._replace(num_rows=min(shape.num_rows, config.max_num_seqs))))

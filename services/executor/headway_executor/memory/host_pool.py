@@ -3,6 +3,7 @@
 Owns: their memory, moving them. Must not know: rows.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any, TypeAlias
@@ -103,7 +104,7 @@ def memory_for(
 ) -> HostBytes | None:
     """Ask for the memory of host blocks; None: they take their own."""
     memory = source(num_blocks, block_bytes, layout)
-    if memory is None or device.type == "cpu" or _pin(memory):
+    if memory is None or device.type == "cpu" or _pin(memory, device):
         return memory
     source(0, block_bytes, layout)
     return None
@@ -114,12 +115,17 @@ def as_blocks(memory: HostBytes, shape: tuple[int, ...], dtype: torch.dtype) -> 
     return torch.from_numpy(memory.reshape(-1)).view(dtype).view(shape)
 
 
-def _pin(memory: HostBytes) -> bool:
+def _pin(memory: HostBytes, device: torch.device) -> bool:
     """Let the device copy from and to this memory; return whether it can."""
     try:
-        return int(_untyped_cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, _MAPPED)) == 0
+        is_pinned = int(_untyped_cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, _MAPPED)) == 0
     except (AssertionError, RuntimeError):  # no device
         return False
+    if not is_pinned:
+        # CUDA keeps the error, and torch would raise it at its next launch: so it does here.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)
+    return is_pinned
 
 
 def allocate_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
