@@ -23,6 +23,8 @@ from e2e.test_gateway_serving import DEMO, TEXT_MODEL, Stage, spelling, stage
 from fake_scheduler import FakeScheduler
 from headway_gateway.config import GatewayConfig
 from headway_gateway.openai import listener
+from headway_gateway.openai.pieces import PieceMaker
+from headway_gateway.openai.thinking import USUAL
 from headway_gateway.text.tokenization import TextModel, load_text_model
 from headway_proto import generation_pb2 as api
 from headway_proto.columns import decode_column
@@ -329,6 +331,20 @@ async def test_a_thought_that_the_last_message_began_goes_on(tmp_path: Path) -> 
             assert getattr(made.choices[0].message, "reasoning_content", None) == thought
 
 
+async def test_large_variables_are_not_kept(tmp_path: Path) -> None:
+    text_model = copied_model(
+        tmp_path / "model", "{{ messages[0].content }}{% if level %}<think>{% else %}</think>{% endif %}"
+    )
+    maker = PieceMaker(text_model)
+    async with door(text_model) as (on, _, _):
+        for size in (1, 10_000, 1_000_000):
+            for variables in (f'{{"level":"{"x" * size}"}}', f'{{"unknown":"{"x" * size}"}}'):
+                chat = api.Chat(messages=[api.ChatMessage(role="user", content="x")], variables=variables)
+                mark = await maker._mark_at_end(USUAL, chat, on.server.client.serving)
+                assert mark == ("<think>" if "level" in variables and size < 1_000_000 else "")
+    assert sum(map(len, maker._marks_at_end)) < 1000
+
+
 async def test_variables_reach_the_template(tmp_path: Path) -> None:
     template = "{{ messages[0].content }}{{ level }}{{ reasoning_effort }}{% if thinking %}<think>{% else %}<think></think>{% endif %}"
     text_model = copied_model(tmp_path / "model", template)
@@ -439,3 +455,51 @@ async def test_heads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
                 with suppress(ConnectionResetError):
                     assert await reader.read() == b""
             writer.close()
+
+
+async def test_what_stands_behind_the_last_chunk_is_bounded() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    async with door() as (on, _, _):
+        for trailers in (b"a: b\r\n" * 100_000, b"a: " + b"b" * 600_000):
+            reader, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+            writer.write(head + trailers)
+            async with asyncio.timeout(3):
+                with suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            writer.close()
+
+
+async def test_a_request_right_behind_a_long_body_is_answered() -> None:
+    """Its head is not as long as the body that comes in the same read."""
+    body = json.dumps({"prompt": "x", "max_tokens": 1, "user": "y" * 100_000}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    async with door() as (on, _, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+        protocols: list[listener._Connection] = []
+        await eventually(lambda: protocols.extend(on.server._http._server.server_state.connections) or protocols)
+        # As one read, which the system may cut otherwise.
+        protocols[0].data_received(request + request[:30])
+        protocols[0].data_received(request[30:])
+        async with asyncio.timeout(5):
+            for _ in range(2):
+                answer = await reader.readuntil(b"\r\n\r\n")
+                assert answer.startswith(b"HTTP/1.1 200 OK")
+                (length,) = [line for line in answer.split(b"\r\n") if line.startswith(b"content-length")]
+                await reader.readexactly(int(length.split()[1]))
+        writer.close()
+
+
+async def test_a_deadline_holds_before_anything_runs() -> None:
+    async with (
+        stage(http_address="127.0.0.1:0", unavailable_grace_s=30.0) as on,
+        aiohttp.ClientSession() as session,
+        asyncio.timeout(5),
+    ):
+        url, options = f"http://127.0.0.1:{on.server.http_port}", {"headers": {"headway-timeout-ms": "100"}}
+        for path in ("/v1/completions", "/tokenize"):
+            assert await status_of(session, url + path, {"prompt": "x"}, **options) == 504
+        assert await status_of(session, f"{url}/v1/models", **options) == 504
+        reader, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nHeadway-Timeout-Ms: 100\r\nContent-Length: 9\r\n\r\n{")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 504")
+        writer.close()

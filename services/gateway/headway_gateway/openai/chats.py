@@ -275,7 +275,10 @@ class WholeMessages:
         else:
             self._calls[index].append(_message_call(piece))
         if tokens.entries is not None:
-            self._tokens[index] = [*(self._tokens[index] or ()), *tokens.entries]
+            so_far = self._tokens[index]
+            if so_far is None:
+                self._tokens[index] = so_far = []
+            so_far += tokens.entries
         self._token_ids[index] += tokens.token_ids or ()
 
     async def end(self, index: int, reason: str) -> None:

@@ -110,8 +110,8 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(HttpToolsProtocol):
-    """One connection. It ends if the head of a request is late or large, or if the client leaves an answer unread for
-    ``most_unread_s`` seconds after the buffers are full.
+    """One connection. It ends if the head of a request is late or large, if what stands behind the last chunk of a body is
+    large, or if the client leaves an answer unread for ``most_unread_s`` seconds after the buffers are full.
     """
 
     def __init__(self, *arguments: Any, most_unread_s: float, **more: Any) -> None:
@@ -119,6 +119,8 @@ class _Connection(HttpToolsProtocol):
         self._most_unread_s = most_unread_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._head: object = None
+        """Another one for each head that is read, and for what follows the size of a chunk; None inside a body."""
         self._num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
@@ -137,8 +139,10 @@ class _Connection(HttpToolsProtocol):
         self.cycle = None  # type: ignore[assignment]  # as uvicorn's, before the first request
 
     def data_received(self, data: bytes) -> None:
+        before = self._head
         super().data_received(data)
-        if self._head_timer is not None:
+        # Data with the end of a body before it is not all of the head, and is bounded as one read.
+        if self._head is not None and self._head is before:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > _MOST_HEAD_BYTES:
                 self._abort()
@@ -151,7 +155,20 @@ class _Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+        self._head = None
         super().on_headers_complete()
+
+    def on_chunk_header(self) -> None:
+        """Trailers follow, if it is the last chunk."""
+        self._begin_head()
+
+    def on_body(self, body: bytes) -> None:
+        self._head = None
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head = None
+        super().on_message_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -165,8 +182,12 @@ class _Connection(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._num_head_bytes = 0
+            self._begin_head()
             self._head_timer = self.loop.call_later(_MOST_HEAD_S, self._abort)
+
+    def _begin_head(self) -> None:
+        self._head = object()
+        self._num_head_bytes = 0
 
     def _abort(self) -> None:
         if self.transport is not None:
