@@ -417,6 +417,24 @@ def test_who_cancels_while_a_gateway_is_away_sends_nothing_more(serve, monkeypat
     assert len(servicer.requests) == 1
 
 
+def test_who_cancels_while_the_stream_is_taken_up_again_gets_no_more_of_it(serve, monkeypatch):
+    _, address = serve(breaks_after(1), whole)
+    with Client(address) as client:
+        stream = client.generate("x")
+        next(stream)
+        connection = stream._connection
+        take_up = connection.open_stream
+
+        def cancelled_meanwhile(generation: object) -> object:
+            call = take_up(generation)
+            stream.cancel()  # of another thread: it knows the broken call alone
+            return call
+
+        monkeypatch.setattr(connection, "open_stream", cancelled_meanwhile)
+        with pytest.raises(StreamCancelledError):
+            next(stream)
+
+
 async def test_who_cancels_the_async_stream_meanwhile_sends_nothing_more_either(serve, monkeypatch):
     monkeypatch.setattr(generation_module, "_FIRST_RESUME_DELAY_S", 0.5)
     monkeypatch.setattr(generation_module, "_LONGEST_RESUME_DELAY_S", 0.5)

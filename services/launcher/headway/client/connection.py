@@ -81,6 +81,10 @@ class Connection:
             "health": health_pb2_grpc.HealthStub(channel),
         }
 
+    def expect_answers(self) -> None:
+        """The address is right, also if nobody answers there now."""
+        self._patience.has_heard = True
+
     def start(self, call: Call[AnswerT]) -> Any:
         """Start a call; with ``grpc.aio`` the response is an awaitable."""
         method = getattr(self._stubs[call.service], call.method)
@@ -88,7 +92,7 @@ class Connection:
 
     def answer(self, call: Call[AnswerT], response: Any) -> AnswerT:
         """Read a response."""
-        self._patience.has_heard = True
+        self.expect_answers()
         return call.read(response)
 
     def generation(self, prompt: Prompt, options: GenerateOptions) -> Generation:
