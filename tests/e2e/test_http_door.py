@@ -503,3 +503,20 @@ async def test_a_deadline_holds_before_anything_runs() -> None:
         writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nHeadway-Timeout-Ms: 100\r\nContent-Length: 9\r\n\r\n{")
         assert (await reader.readline()).startswith(b"HTTP/1.1 504")
         writer.close()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_who_goes_with_a_request_waiting_behind_another_ends_both(streams: bool) -> None:
+    body = json.dumps({**FOREVER, "stream": streams}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    async with door() as (on, scheduler, _):
+        scheduler.step_interval_s = 0.01
+        _, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+        writer.write(request)
+        await eventually(lambda: scheduler.running)
+        writer.write(request)
+        await asyncio.sleep(0.1)
+        writer.close()
+        await eventually(lambda: not scheduler.running)
+        assert len(scheduler.submits) == 1
+        assert on.server._statistics.calls["HTTP/v1/completions", "CANCELLED"] == 1

@@ -11,13 +11,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headway_gateway.accepting import Acceptor, Entrance
 from headway_gateway.openai.application import Application
 
 _MOST_HEAD_S = 10.0
 _MOST_HEAD_BYTES = 64 * 1024
+_MOST_PIPELINED = 16
+"""Requests that wait behind another of their connection; when there are more, nothing is read."""
+
 _CANCEL_GRACE_S = 1
 """For open requests when the server closes; uvicorn counts whole seconds."""
 
@@ -122,6 +126,8 @@ class _Connection(HttpToolsProtocol):
         self._head: object = None
         """Another one for each head that is read, and for what follows the size of a chunk; None inside a body."""
         self._num_head_bytes = 0
+        self._answered: RequestResponseCycle | None = None
+        """The request that is answered now; uvicorn knows only the last that came, which may wait behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
@@ -132,6 +138,10 @@ class _Connection(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        if self._answered is not None:
+            self._answered.disconnected = not self._answered.response_complete
+            self._answered.message_event.set()
+            self._answered = None
         # uvicorn lets a reset connection wait out its keep-alive time, and leaves circles behind, which the collector of a
         # busy gateway would find only after some ten thousand connections.
         self._unset_keepalive_if_required()
@@ -157,6 +167,8 @@ class _Connection(HttpToolsProtocol):
             self._head_timer = None
         self._head = None
         super().on_headers_complete()
+        if 0 < len(self.pipeline) <= _MOST_PIPELINED:
+            self.flow.resume_reading()  # nobody would see that the client goes
 
     def on_chunk_header(self) -> None:
         """Trailers follow, if it is the last chunk."""
@@ -169,6 +181,10 @@ class _Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._head = None
         super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
         super().pause_writing()
