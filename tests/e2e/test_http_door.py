@@ -520,3 +520,19 @@ async def test_who_goes_with_a_request_waiting_behind_another_ends_both(streams:
         await eventually(lambda: not scheduler.running)
         assert len(scheduler.submits) == 1
         assert on.server._statistics.calls["HTTP/v1/completions", "CANCELLED"] == 1
+
+
+async def test_a_client_of_the_oldest_version_gets_its_stream_without_chunks() -> None:
+    async with door() as (on, _, _):
+        for streams, most in ((True, 3), (False, 3)):
+            body = json.dumps({"prompt": "x", "max_tokens": most, "stream": streams}).encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+            writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            head, _, answer = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+            assert b"transfer-encoding" not in head
+            if streams:
+                assert answer.endswith(b"data: [DONE]\n\n")
+                assert all(event.startswith(b"data: ") for event in answer.split(b"\n\n") if event)
+            else:
+                assert json.loads(answer)["usage"]["completion_tokens"] == most
+            writer.close()

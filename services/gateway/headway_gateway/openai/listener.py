@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -184,7 +185,7 @@ class _Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answered = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, _until_closed(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -208,3 +209,20 @@ class _Connection(HttpToolsProtocol):
     def _abort(self) -> None:
         if self.transport is not None:
             self.transport.abort()
+
+
+def _until_closed(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """Let a stream end with its connection: a client of HTTP/1.0 knows no chunks, in which uvicorn sends it all the same."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        async def send_plainly(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                if b"content-length" not in dict(message["headers"]):
+                    cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+            elif not message.get("more_body") and not cycle.response_complete:
+                cycle.expected_content_length = len(message["body"])
+            await send(message)
+
+        await app(scope, receive, send_plainly)
+
+    return answer
