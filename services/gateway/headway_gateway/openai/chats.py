@@ -407,7 +407,7 @@ class Chats:
                 pieces=pieces,
                 one_call=body.parallel_tool_calls is False,
             )
-            await run(self._generation, call, [(request, reader.write)], names=names)
+            await run(self._generation, call, [(request, reader.write, names)])
 
         if body.stream:
             usage = StreamUsage.of(tally, body.stream_options)

@@ -336,7 +336,7 @@ class Responses:
             one_call=body.parallel_tool_calls is False,
         )
         names = (*constraint_names(body, is_forced=bool(wanted.forced)), *RESPONSES_NAMES)
-        await run(self._generation, call, [(request, reader.write)], names=names)
+        await run(self._generation, call, [(request, reader.write, names)])
         if body.stream:
             await call.end_events()
         else:

@@ -61,12 +61,6 @@ _ITEM_FIELDS = {
 }
 """What each item of a response's input must have."""
 
-COMPLETION_NAMES = (
-    ("sampling.prompt_logprobs", "logprobs"),
-    ("sampling.", ""),
-    ("token_ids.ids", "prompt"),
-    ("text", "prompt"),
-)
 CHAT_PROMPT_NAMES = (
     ("chat.messages", "messages"),
     ("chat.tools", "tools"),
@@ -105,6 +99,12 @@ def completion_requests(body: CompletionBody, tenant: str | None) -> list[api.Ge
         base.sampling.prompt_logprobs = max(wanted)
     base.sampling.max_tokens = _most_tokens(body)
     return _with_prompts(base, list(_inputs(body.prompt, "prompt")))
+
+
+def completion_names(body: CompletionBody, place: int) -> Iterable[tuple[str, str]]:
+    """Return the names of a request's fields; ``place``: which of the prompts it is for."""
+    prompt = f"prompt[{place}]" if _is_list(body.prompt) else "prompt"
+    return (("sampling.prompt_logprobs", "logprobs"), ("sampling.", ""), ("token_ids.ids", prompt), ("text", prompt))
 
 
 def drops_output(body: CompletionBody) -> bool:
@@ -309,8 +309,7 @@ def embed_parts(body: EmbeddingsBody, tenant: str | None) -> list[EmbedPart]:
         request = _embed_request(body, tenant, inputs[first : first + MAX_INPUTS])
         if first:
             request.request_id = f"{request.request_id}-{first}"
-        is_list = isinstance(body.input, list) and inputs != [body.input]
-        names = [f"input[{first + place}]" if is_list else "input" for place in range(len(request.inputs))]
+        names = [f"input[{first + place}]" if _is_list(body.input) else "input" for place in range(len(request.inputs))]
         ours = (".text", ".token_ids.ids", "")
         parts.append(EmbedPart(request, [(f"inputs[{n}]{one}", name) for n, name in enumerate(names) for one in ours]))
     return parts
@@ -402,6 +401,11 @@ def _inputs(given: str | list[str | list[int] | int], field: str) -> Iterable[st
     for one in given:
         assert not isinstance(one, int)
         yield one
+
+
+def _is_list(given: str | list[str | list[int] | int]) -> bool:
+    """Whether it is a list of what ``_inputs`` yields."""
+    return isinstance(given, list) and not isinstance(given[0], int)
 
 
 def names_of(body: Body, tenant: str | None) -> dict[str, Any]:
