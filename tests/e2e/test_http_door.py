@@ -536,3 +536,30 @@ async def test_a_client_of_the_oldest_version_gets_its_stream_without_chunks() -
             else:
                 assert json.loads(answer)["usage"]["completion_tokens"] == most
             writer.close()
+
+
+@pytest.mark.parametrize("cut", [40, 10_000, None])
+@pytest.mark.parametrize("is_chunked", [True, False])
+async def test_who_asks_for_http2_meanwhile_is_answered_as_if_it_did_not(cut: int | None, is_chunked: bool) -> None:
+    """As Java's client does with every first request."""
+    body = b'{"prompt": "x", "max_tokens": 3}'
+    length = b"Transfer-Encoding: chunked" if is_chunked else b"Content-Length: %d" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: x\r\nHTTP2-Settings: AA\r\n"
+    head += length + b"\r\nUpgrade: h2c\r\nX-Request-Id: mine\r\n\r\n"
+    whole = head + (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body)
+    async with door() as (on, _, _), asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+        at = len(head) if cut is None else cut
+        for _ in range(2):
+            for part in (whole[:at], whole[at:]):
+                writer.write(part)
+                await asyncio.sleep(0.05)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200 OK")
+            (length,) = [line for line in answer.split(b"\r\n") if line.startswith(b"content-length")]
+            made = json.loads(await reader.readexactly(int(length.split()[1])))
+            assert made["usage"]["completion_tokens"] == 3
+        many = b"GET /v1/models HTTP/1.1\r\nConnection: Upgrade\r\nHost: x\r\nUpgrade: h2c\r\n\r\n" * 2000
+        writer.write(many)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 OK")
+        writer.close()

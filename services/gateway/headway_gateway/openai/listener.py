@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -151,18 +152,44 @@ class _Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         before = self._head
-        super().data_received(data)
+        self._parse(data)
         # Data with the end of a body before it is not all of the head, and is bounded as one read.
         if self._head is not None and self._head is before:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > _MOST_HEAD_BYTES:
                 self._abort()
 
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                # The parser takes what follows for another protocol, also the body.
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+            else:
+                return
+
+    def _asks_for_upgrade(self) -> bool:
+        """As clients of Java do, which speak HTTP/2 where a server does: it is answered as if it did not ask."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._await_head()
 
     def on_headers_complete(self) -> None:
+        if self._asks_for_upgrade():
+            return
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -180,6 +207,8 @@ class _Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._asks_for_upgrade():
+            return
         self._head = None
         super().on_message_complete()
 
