@@ -563,3 +563,28 @@ async def test_who_asks_for_http2_meanwhile_is_answered_as_if_it_did_not(cut: in
         writer.write(many)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 OK")
         writer.close()
+
+
+async def test_a_client_that_reads_a_large_answer_slowly_gets_all_of_it() -> None:
+    asked = json.dumps({"tokens": [300] * 1_000_000}).encode()
+    async with door(slow_client_s=0.4) as (on, _, _), asyncio.timeout(30):
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", on.server.http_port))
+            client.setblocking(False)
+            connections = on.server._http._server.server_state.connections
+            await eventually(lambda: connections)
+            (connection,) = connections
+            # The system's own buffer is not seen to be read before a good part of it is.
+            connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+            loop = asyncio.get_running_loop()
+            head = b"POST /detokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(asked)
+            await loop.sock_sendall(client, head + asked)
+            answer = b""
+            while not answer.endswith(b'"}'):
+                more = await loop.sock_recv(client, 1 << 18)
+                assert more
+                answer += more
+                await asyncio.sleep(len(more) / 4e6)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"

@@ -21,6 +21,9 @@ from headway_gateway.openai.application import Application
 
 _MOST_HEAD_S = 10.0
 _MOST_HEAD_BYTES = 64 * 1024
+_LEAST_READ_BYTES = 64 * 1024
+"""Of an answer that a client is slow to read, in ``most_unread_s`` seconds."""
+
 _MOST_PIPELINED = 16
 """Requests that wait behind another of their connection; when there are more, nothing is read."""
 
@@ -117,7 +120,7 @@ class _Server(uvicorn.Server):
 
 class _Connection(HttpToolsProtocol):
     """One connection. It ends if the head of a request is late or large, if what stands behind the last chunk of a body is
-    large, or if the client leaves an answer unread for ``most_unread_s`` seconds after the buffers are full.
+    large, or if the client reads nearly nothing of an answer for ``most_unread_s`` seconds after the buffers are full.
     """
 
     def __init__(self, *arguments: Any, most_unread_s: float, **more: Any) -> None:
@@ -218,13 +221,24 @@ class _Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread_timer = self.loop.call_later(self._most_unread_s, self._abort)
+        self._watch_unread()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
+
+    def _watch_unread(self) -> None:
+        num_unread = self.transport.get_write_buffer_size()
+        self._unread_timer = self.loop.call_later(self._most_unread_s, self._end_unread, num_unread)
+
+    def _end_unread(self, num_before: int) -> None:
+        """A large answer takes long, as long as it is read."""
+        if num_before - self.transport.get_write_buffer_size() < _LEAST_READ_BYTES:
+            self._abort()
+        else:
+            self._watch_unread()
 
     def _await_head(self) -> None:
         if self._head_timer is None:
