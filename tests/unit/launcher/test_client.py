@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -481,6 +482,20 @@ def test_resuming_ends_with_the_time_given(serve, monkeypatch):
     _, address = serve(breaks_after(1), breaks_after(0))
     with Client(address) as client, pytest.raises((DeadlineError, UnavailableError)):
         client.generate("x", timeout_s=0.3).result()
+
+
+def test_a_time_without_an_end_is_no_time_that_has_passed(serve):
+    _, address = serve(whole, whole)
+    with Client(address) as client:
+        for endless in (math.inf, 1e300):
+            assert client.generate("x", timeout_s=endless).text()
+        for wrong in (math.nan, "3"):
+            refusal = f"timeout_s: '?{wrong}'? is not allowed; allowed: seconds"
+            for call in (client.generate, client.embed):
+                with pytest.raises(InvalidRequestError, match=refusal):
+                    call("x", timeout_s=wrong)
+            with pytest.raises(InvalidRequestError, match=refusal):
+                client.wait_ready(wrong)
 
 
 def test_details_of_refusals_are_read(serve):
