@@ -588,3 +588,13 @@ async def test_a_client_that_reads_a_large_answer_slowly_gets_all_of_it() -> Non
                 await asyncio.sleep(len(more) / 4e6)
         head, _, body = answer.partition(b"\r\n\r\n")
         assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
+
+
+async def test_what_each_of_several_prompts_would_get_is_bounded() -> None:
+    async with door() as (_, scheduler, url), aiohttp.ClientSession() as session:
+        body = {"prompt": ["x", "y"], "stop": ["z" * 600_000]}
+        async with session.post(f"{url}/v1/completions", json=body) as answer:
+            error = (await answer.json())["error"]
+        assert (answer.status, error["param"]) == (400, "prompt")
+        assert "2 prompts are not allowed with other fields of 600" in error["message"]
+        assert not scheduler.submits

@@ -30,13 +30,18 @@ from headway_gateway.openai.constraints import constrain, constraint_of
 from headway_gateway.openai.tool_choice import ToolsBody, forced_tools, offered_tools
 from headway_gateway.openai.tool_schemas import schema_of_calls
 from headway_gateway.requests.input_checks import MAX_INPUTS
+from headway_gateway.requests.validation import too_many_biases
 from headway_gateway.statuses import invalid_argument
 from headway_proto import generation_pb2 as api
+from headway_proto.sampling import MAX_LOGIT_BIAS_ENTRIES
 from headway_proto.wording import shown
 
 MAX_PROMPTS = 256
 MAX_EMBEDDED = 2048
 """OpenAI's."""
+
+_MOST_BYTES_OF_EACH = 1 << 19
+"""Of a request of several, without its prompt: more than what is allowed takes."""
 
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's."""
@@ -123,6 +128,10 @@ def _most_tokens(body: CompletionBody) -> int:
 def _with_prompts(base: api.GenerateRequest, prompts: list[str | list[int]]) -> list[api.GenerateRequest]:
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise invalid_argument("prompt", f"{len(prompts)} prompts are not allowed; allowed: 1 to {MAX_PROMPTS}")
+    size = base.ByteSize()
+    if len(prompts) > 1 and size > _MOST_BYTES_OF_EACH:
+        problem = f"{len(prompts)} prompts are not allowed with other fields of {size} bytes, which each of them gets; "
+        raise invalid_argument("prompt", f"{problem}allowed: {_MOST_BYTES_OF_EACH} bytes")
     requests = []
     for place, prompt in enumerate(prompts):
         request = api.GenerateRequest()
@@ -440,6 +449,8 @@ def _generation(body: GenerationBody, tenant: str | None) -> api.GenerateRequest
     for stop in [body.stop] if isinstance(body.stop, str) else body.stop or ():
         sampling.stop.append(stop)
     sampling.stop_token_ids.extend(body.stop_token_ids or ())
+    if body.logit_bias is not None and len(body.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
+        raise too_many_biases("logit_bias", len(body.logit_bias))
     for token_id, bias in (body.logit_bias or {}).items():
         sampling.logit_bias.add(token_id=_token_id(token_id), bias=bias)
     return request
