@@ -106,17 +106,18 @@ def _written(value: object) -> object:
 
 
 def _wrong_tokens(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, object, str]]:
+    """There may be millions, so not all of them are told."""
     num_biases, ids = len(sampling.logit_bias), f"token ids 0 to {vocab_size - 1}"
     if num_biases > MAX_LOGIT_BIAS_ENTRIES:
         yield "logit_bias", num_biases, f"at most {MAX_LOGIT_BIAS_ENTRIES} entries"
-    for token_id, bias in sampling.logit_bias:
+    for token_id, bias in sampling.logit_bias[:MAX_LOGIT_BIAS_ENTRIES]:
         if not 0 <= token_id < vocab_size:
             yield "logit_bias", token_id, ids
         if not -100.0 <= bias <= 100.0:
             yield "logit_bias", bias, "-100 to 100"
-    for token_id in sampling.stop_token_ids:
-        if not 0 <= token_id < vocab_size:
-            yield "stop_token_ids", token_id, ids
+    wrong = next((token_id for token_id in sampling.stop_token_ids if not 0 <= token_id < vocab_size), None)
+    if wrong is not None:
+        yield "stop_token_ids", wrong, ids
 
 
 def _constraint_violations(constraint: Constraint, min_tokens: int) -> list[tuple[str, str]]:

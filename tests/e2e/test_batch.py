@@ -110,9 +110,11 @@ def test_an_address_is_a_base_url_of_other_clients_too(server: ChildServer, sour
     assert again.returncode == 1
     assert "2 requests answered (2 of them before), 1 with status 400; " in again.stderr
     (tmp_path / "out").unlink()
-    wrong = subprocess.run([*words, "127.0.0.1:80"], capture_output=True, text=True, check=False, timeout=60)
-    assert wrong.returncode == 2
-    assert wrong.stderr == ("headway batch: --url: '127.0.0.1:80' is not allowed; allowed: http://... or https://...\n")
+    for url in ("127.0.0.1:80", "http://[::1", "http://x:99999", "http://", "http://x y"):
+        wrong = subprocess.run([*words, url], capture_output=True, text=True, check=False, timeout=60)
+        assert wrong.returncode == 2
+        allowed = "http://HOST:PORT or https://HOST:PORT"
+        assert wrong.stderr == f"headway batch: --url: '{url}' is not allowed; allowed: {allowed}\n"
 
 
 def test_it_brings_a_server_of_its_own_and_ends_it(source: Path, tmp_path: Path) -> None:

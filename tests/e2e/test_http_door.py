@@ -23,6 +23,8 @@ from e2e.test_gateway_serving import DEMO, TEXT_MODEL, Stage, spelling, stage
 from fake_scheduler import FakeScheduler
 from headway_gateway.config import GatewayConfig
 from headway_gateway.openai import listener
+from headway_gateway.openai.pieces import PieceMaker
+from headway_gateway.openai.thinking import USUAL
 from headway_gateway.text.tokenization import TextModel, load_text_model
 from headway_proto import generation_pb2 as api
 from headway_proto.columns import decode_column
@@ -329,6 +331,20 @@ async def test_a_thought_that_the_last_message_began_goes_on(tmp_path: Path) -> 
             assert getattr(made.choices[0].message, "reasoning_content", None) == thought
 
 
+async def test_large_variables_are_not_kept(tmp_path: Path) -> None:
+    text_model = copied_model(
+        tmp_path / "model", "{{ messages[0].content }}{% if level %}<think>{% else %}</think>{% endif %}"
+    )
+    maker = PieceMaker(text_model)
+    async with door(text_model) as (on, _, _):
+        for size in (1, 10_000, 1_000_000):
+            for variables in (f'{{"level":"{"x" * size}"}}', f'{{"unknown":"{"x" * size}"}}'):
+                chat = api.Chat(messages=[api.ChatMessage(role="user", content="x")], variables=variables)
+                mark = await maker._mark_at_end(USUAL, chat, on.server.client.serving)
+                assert mark == ("<think>" if "level" in variables and size < 1_000_000 else "")
+    assert sum(map(len, maker._marks_at_end)) < 1000
+
+
 async def test_variables_reach_the_template(tmp_path: Path) -> None:
     template = "{{ messages[0].content }}{{ level }}{{ reasoning_effort }}{% if thinking %}<think>{% else %}<think></think>{% endif %}"
     text_model = copied_model(tmp_path / "model", template)
@@ -439,3 +455,146 @@ async def test_heads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
                 with suppress(ConnectionResetError):
                     assert await reader.read() == b""
             writer.close()
+
+
+async def test_what_stands_behind_the_last_chunk_is_bounded() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    async with door() as (on, _, _):
+        for trailers in (b"a: b\r\n" * 100_000, b"a: " + b"b" * 600_000):
+            reader, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+            writer.write(head + trailers)
+            async with asyncio.timeout(3):
+                with suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            writer.close()
+
+
+async def test_a_request_right_behind_a_long_body_is_answered() -> None:
+    """Its head is not as long as the body that comes in the same read."""
+    body = json.dumps({"prompt": "x", "max_tokens": 1, "user": "y" * 100_000}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    async with door() as (on, _, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+        protocols: list[listener._Connection] = []
+        await eventually(lambda: protocols.extend(on.server._http._server.server_state.connections) or protocols)
+        # As one read, which the system may cut otherwise.
+        protocols[0].data_received(request + request[:30])
+        protocols[0].data_received(request[30:])
+        async with asyncio.timeout(5):
+            for _ in range(2):
+                answer = await reader.readuntil(b"\r\n\r\n")
+                assert answer.startswith(b"HTTP/1.1 200 OK")
+                (length,) = [line for line in answer.split(b"\r\n") if line.startswith(b"content-length")]
+                await reader.readexactly(int(length.split()[1]))
+        writer.close()
+
+
+async def test_a_deadline_holds_before_anything_runs() -> None:
+    async with (
+        stage(http_address="127.0.0.1:0", unavailable_grace_s=30.0) as on,
+        aiohttp.ClientSession() as session,
+        asyncio.timeout(5),
+    ):
+        url, options = f"http://127.0.0.1:{on.server.http_port}", {"headers": {"headway-timeout-ms": "100"}}
+        for path in ("/v1/completions", "/tokenize"):
+            assert await status_of(session, url + path, {"prompt": "x"}, **options) == 504
+        assert await status_of(session, f"{url}/v1/models", **options) == 504
+        reader, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nHeadway-Timeout-Ms: 100\r\nContent-Length: 9\r\n\r\n{")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 504")
+        writer.close()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_who_goes_with_a_request_waiting_behind_another_ends_both(streams: bool) -> None:
+    body = json.dumps({**FOREVER, "stream": streams}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    async with door() as (on, scheduler, _):
+        scheduler.step_interval_s = 0.01
+        _, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+        writer.write(request)
+        await eventually(lambda: scheduler.running)
+        writer.write(request)
+        await asyncio.sleep(0.1)
+        writer.close()
+        await eventually(lambda: not scheduler.running)
+        assert len(scheduler.submits) == 1
+        assert on.server._statistics.calls["HTTP/v1/completions", "CANCELLED"] == 1
+
+
+async def test_a_client_of_the_oldest_version_gets_its_stream_without_chunks() -> None:
+    async with door() as (on, _, _):
+        for streams, most in ((True, 3), (False, 3)):
+            body = json.dumps({"prompt": "x", "max_tokens": most, "stream": streams}).encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+            writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            head, _, answer = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+            assert b"transfer-encoding" not in head
+            if streams:
+                assert answer.endswith(b"data: [DONE]\n\n")
+                assert all(event.startswith(b"data: ") for event in answer.split(b"\n\n") if event)
+            else:
+                assert json.loads(answer)["usage"]["completion_tokens"] == most
+            writer.close()
+
+
+@pytest.mark.parametrize("cut", [40, 10_000, None])
+@pytest.mark.parametrize("is_chunked", [True, False])
+async def test_who_asks_for_http2_meanwhile_is_answered_as_if_it_did_not(cut: int | None, is_chunked: bool) -> None:
+    """As Java's client does with every first request."""
+    body = b'{"prompt": "x", "max_tokens": 3}'
+    length = b"Transfer-Encoding: chunked" if is_chunked else b"Content-Length: %d" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: x\r\nHTTP2-Settings: AA\r\n"
+    head += length + b"\r\nUpgrade: h2c\r\nX-Request-Id: mine\r\n\r\n"
+    whole = head + (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body)
+    async with door() as (on, _, _), asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+        at = len(head) if cut is None else cut
+        for _ in range(2):
+            for part in (whole[:at], whole[at:]):
+                writer.write(part)
+                await asyncio.sleep(0.05)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200 OK")
+            (length,) = [line for line in answer.split(b"\r\n") if line.startswith(b"content-length")]
+            made = json.loads(await reader.readexactly(int(length.split()[1])))
+            assert made["usage"]["completion_tokens"] == 3
+        many = b"GET /v1/models HTTP/1.1\r\nConnection: Upgrade\r\nHost: x\r\nUpgrade: h2c\r\n\r\n" * 2000
+        writer.write(many)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 OK")
+        writer.close()
+
+
+async def test_a_client_that_reads_a_large_answer_slowly_gets_all_of_it() -> None:
+    asked = json.dumps({"tokens": [300] * 1_000_000}).encode()
+    async with door(slow_client_s=0.4) as (on, _, _), asyncio.timeout(30):
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", on.server.http_port))
+            client.setblocking(False)
+            connections = on.server._http._server.server_state.connections
+            await eventually(lambda: connections)
+            (connection,) = connections
+            # The system's own buffer is not seen to be read before a good part of it is.
+            connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+            loop = asyncio.get_running_loop()
+            head = b"POST /detokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(asked)
+            await loop.sock_sendall(client, head + asked)
+            answer = b""
+            while not answer.endswith(b'"}'):
+                more = await loop.sock_recv(client, 1 << 18)
+                assert more
+                answer += more
+                await asyncio.sleep(len(more) / 4e6)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
+
+
+async def test_what_each_of_several_prompts_would_get_is_bounded() -> None:
+    async with door() as (_, scheduler, url), aiohttp.ClientSession() as session:
+        body = {"prompt": ["x", "y"], "stop": ["z" * 600_000]}
+        async with session.post(f"{url}/v1/completions", json=body) as answer:
+            error = (await answer.json())["error"]
+        assert (answer.status, error["param"]) == (400, "prompt")
+        assert "2 prompts are not allowed with other fields of 600" in error["message"]
+        assert not scheduler.submits

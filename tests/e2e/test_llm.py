@@ -69,6 +69,33 @@ def test_an_interrupt_ends_what_runs_and_the_next_call_works(llm: LLM) -> None:
         wait_until(lambda: not client.status().num_running, 5, "the end of the requests")
 
 
+def test_a_prompt_waits_for_a_gateway_that_is_replaced(llm: LLM) -> None:
+    launcher = psutil.Process(llm._processes._launcher.pid)
+    (gateway,) = [child for child in launcher.children() if "gateway" in child.cmdline()]
+    gateway.kill()
+    assert len(llm.generate(PROMPTS[0], max_tokens=2)) == 1
+
+
+def test_closing_ends_what_other_threads_wait_for() -> None:
+    problems: list[BaseException] = []
+
+    def wait(llm: LLM) -> None:
+        try:
+            llm.generate(["x"] * 8, max_tokens=900, ignore_eos=True)
+        except RuntimeError as error:
+            problems.append(error)
+
+    with LLM(num_threads=1, max_num_seqs=4, progress=False) as llm:
+        threads = [threading.Thread(target=wait, args=(llm,), daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        with Client(llm.address) as client:
+            wait_until(lambda: client.status().num_running, 5, "the requests")
+    for thread in threads:
+        thread.join(5)
+    assert [str(problem) for problem in problems] == ["this LLM is closed"] * 2
+
+
 def test_it_cannot_be_sent_to_another_process(llm: LLM) -> None:
     with pytest.raises(TypeError, match="an LLM cannot be sent to another process; make another there"):
         copy.copy(llm)  # as a pickle would be made

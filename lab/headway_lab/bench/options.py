@@ -6,10 +6,10 @@ import msgspec
 from msgspec import Meta
 
 from headway_lab.workload.options import LoadOptions
+from headway_process.addresses import HTTP_URL_FORM, is_http_url
 from headway_proto.wording import shown
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-_URL_SCHEMES = ("http://", "https://")
 
 
 class BenchOptions(LoadOptions, frozen=True, kw_only=True):
@@ -75,8 +75,8 @@ class BenchOptions(LoadOptions, frozen=True, kw_only=True):
     def validate(self) -> None:
         """See ``LoadOptions.validate``."""
         super().validate()
-        if self.url and not self.url.startswith(_URL_SCHEMES):
-            raise ValueError(f"url: {shown(self.url)} is not allowed; allowed: http://... or https://...")
+        if self.url and not is_http_url(self.url):
+            raise ValueError(f"url: {shown(self.url)} is not allowed; allowed: {HTTP_URL_FORM}")
         if bool(self.client_certificate) != bool(self.client_key):
             raise ValueError("client_certificate: is not allowed alone; allowed: with --client-key")
         for field, value in self.body.items():

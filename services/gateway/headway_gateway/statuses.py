@@ -87,6 +87,13 @@ def try_later(code: grpc.StatusCode, message: str, *, reason: str = "", after_s:
     return CallRefusedError(code, message, retry_after_s=after_s, reason=reason)
 
 
+def past_deadline() -> CallRefusedError:
+    """Make a DEADLINE_EXCEEDED."""
+    return CallRefusedError(
+        grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed before the output was complete"
+    )
+
+
 def unexpected(error: BaseException, method: str) -> CallRefusedError:
     """Log an error whose text no client gets; return what it gets.
 

@@ -8,8 +8,9 @@ import atexit
 import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from numbers import Integral
-from threading import Thread
+from threading import Lock, Thread
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, Unpack
 
@@ -28,6 +29,10 @@ ResultT = TypeVar("ResultT")
 
 _MOST_AT_ONCE = 256
 _MOST_INPUTS = 64
+_OWN_SETTINGS = {"grpc_address": "127.0.0.1:0", "log_level": "warning", "unavailable_grace_s": 3600.0}
+"""Unless the caller says otherwise. The last: prompts wait for a process that is replaced, whatever its model takes to load."""
+
+_CLOSED = "this LLM is closed"
 
 __all__ = ["LLM", "ServingError"]
 
@@ -54,7 +59,7 @@ class LLM:
         self._is_closed = False
         self._processes = ChildServer(_words(os.fspath(model), settings))
         self.address = self._processes.address
-        self._client = Client(self.address)
+        self._client = _OwnClient(self.address)
         self._loop = _Loop()
         atexit.register(self.close)
 
@@ -104,7 +109,7 @@ class LLM:
     def async_client(self) -> AsyncClient:
         """Return a new client for the event loop of the caller."""
         self._require_usable()
-        return AsyncClient(self.address)
+        return _OwnAsyncClient(self.address)
 
     def close(self) -> None:
         """End the processes. A second call does nothing, nor does one in a fork of the program."""
@@ -142,7 +147,23 @@ class LLM:
         if os.getpid() != self._owner:
             raise RuntimeError("this LLM belongs to the program that this process was forked from; make another here")
         if self._is_closed:
-            raise RuntimeError("this LLM is closed")
+            raise RuntimeError(_CLOSED)
+
+
+class _OwnClient(Client):
+    """It asks a gateway that was there: if none is, one will be again."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._connection.expect_answers()
+
+
+class _OwnAsyncClient(AsyncClient):
+    """As ``_OwnClient``."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._connection.expect_answers()
 
 
 async def _answered(
@@ -168,7 +189,7 @@ async def _answered(
             progress.show(num_done, len(several), "answered")
         return result
 
-    async with AsyncClient(address) as client:
+    async with _OwnAsyncClient(address) as client:
         tasks = [asyncio.ensure_future(one(*given)) for given in enumerate(several, 1)]
         try:
             return await asyncio.gather(*tasks)
@@ -191,7 +212,7 @@ def _several(prompts: Any) -> list[Any]:
 def _words(model: str, settings: dict[str, Any]) -> list[str]:
     known = serve_settings()
     words = [f"--model={model}"]
-    for name, value in ({"grpc_address": "127.0.0.1:0", "log_level": "warning"} | settings).items():
+    for name, value in (_OWN_SETTINGS | settings).items():
         if name not in known:
             raise TypeError(f"{name} is no setting of headway serve{suggestion(name, known)}")
         words += as_text(known[name], value)
@@ -203,20 +224,39 @@ class _Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = Lock()
+        self._is_closed = False
         self._thread = Thread(target=self._loop.run_forever, name="headway-llm", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Wait for the result. An interrupt cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self._is_closed:
+                work.close()
+                raise RuntimeError(_CLOSED)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise RuntimeError(_CLOSED) from None
         except BaseException:
             future.cancel()
             raise
 
     def close(self) -> None:
+        """What runs is cancelled first: whoever waits for it in another thread would wait for ever."""
+        with self._lock:
+            self._is_closed = True
         if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

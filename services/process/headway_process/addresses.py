@@ -8,6 +8,7 @@ import ipaddress
 import os
 import stat
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from headway_proto.wording import shown
 
@@ -94,6 +95,19 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return False
+
+
+HTTP_URL_FORM = "http://HOST:PORT or https://HOST:PORT"
+
+
+def is_http_url(url: str) -> bool:
+    """Tell whether a URL names a server that HTTP can reach: a host, and a port or none."""
+    try:
+        parts = urlsplit(url)
+        is_server = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that are not closed, or a port that is none
+        return False
+    return is_server and parts.scheme in {"http", "https"} and not any(map(str.isspace, url))
 
 
 def channel_options(address: str) -> tuple[tuple[str, int], ...]:

@@ -1,12 +1,19 @@
 """Every bad field of a request: which code, which field, which words. What is good passes unharmed."""
 
 import math
+import time
 
 import grpc
 import msgspec
 import pytest
 
-from headway_gateway.requests.validation import CheckedRequest, check_prompt, check_request, resolve_max_tokens
+from headway_gateway.requests.validation import (
+    MOST_TOLD,
+    CheckedRequest,
+    check_prompt,
+    check_request,
+    resolve_max_tokens,
+)
 from headway_gateway.statuses import CallRefusedError
 from headway_proto.columns import encode_column
 from headway_proto.generation_pb2 import (
@@ -126,6 +133,24 @@ def test_every_bad_field_is_named_at_once():
     with pytest.raises(CallRefusedError) as refusal:
         check_request(GenerateRequest(sampling=SamplingParams(n=0, top_p=7.0)), MODEL)
     assert {field for field, _ in refusal.value.violations} == {"prompt", "sampling.n", "sampling.top_p"}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        sampled(stop=[""] * 100_000),
+        sampled(logit_bias=[LogitBias(token_id=-1, bias=1000)] * 500_000),
+        sampled(stop_token_ids=[-1] * 1_000_000),
+        request(chat=Chat(messages=[ChatMessage(role="x", content="x")] * 100_000)),
+    ],
+    ids=["stop strings", "biases", "stop tokens", "messages"],
+)
+def test_of_many_faults_some_are_told(bad):
+    began_at = time.process_time()
+    with pytest.raises(CallRefusedError) as refusal:
+        check_request(bad, MODEL)
+    assert time.process_time() - began_at < 0.5
+    assert len(refusal.value.violations) <= MOST_TOLD
 
 
 def test_another_model_is_not_found():

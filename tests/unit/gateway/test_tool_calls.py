@@ -4,6 +4,7 @@
 
 import json
 import random
+import time
 
 import pytest
 
@@ -326,3 +327,21 @@ def test_values_that_nest_deeply_are_values_or_text() -> None:
 )
 def test_the_form_is_that_of_the_template(template: str, form: CallForm | None) -> None:
     assert form_of(template) is form
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, '<tool_call>{"name": "write", "arguments": {"text": "' + ";" * 50_000),
+        (HERMES, '<tool_call>"' + '\\"' * 25_000 + "</tool_call>"),
+        (GLM, "<tool_call>write" + "<arg_key>" * 15_000 + "</tool_call>"),
+        (QWEN_CODER, "<tool_call><function=write>" + "<parameter=" * 15_000 + "</function></tool_call>"),
+    ],
+    ids=["marks in a text that is cut short", "escapes in one", "names that do not end", "names of Qwen3-Coder"],
+)
+def test_a_long_call_that_is_none_is_read_in_one_pass(form: CallForm, text: str) -> None:
+    """All streams of a gateway wait meanwhile: this took 5 to 28 s."""
+    began_at = time.process_time()
+    divided = ToolText(form)
+    assert "".join(map(str, [*divided.push(text), *divided.finish()]))
+    assert time.process_time() - began_at < 2

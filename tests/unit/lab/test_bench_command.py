@@ -13,7 +13,8 @@ from headway_process.installation import install_advice
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--url", "ftp://x"), "--url: 'ftp://x' is not allowed; allowed: http://... or https://..."),
+        (("--url", "ftp://x"), "--url: 'ftp://x' is not allowed; allowed: http://HOST:PORT or https://HOST:PORT"),
+        (("--url", "http://x:abc/v1"), "--url: 'http://x:abc/v1' is not allowed; allowed: http://HOST:PORT"),
         (("--users", "4", "--processes", "5"), "--processes: 5 is not allowed; allowed: at most users, 4"),
         (("--body", "a={"), "--body: 'a={' is not allowed"),
         (("--require-rate", "0.9"), "--require-rate: 0.9 is not allowed with closed arrivals"),

@@ -1,5 +1,6 @@
 """A batch's lines are read or refused by number, and its answers on disk survive any death."""
 
+import asyncio
 import json
 import os
 import resource
@@ -206,6 +207,18 @@ class TestRunner:
     async def test_a_server_that_is_gone_ends_the_run(self) -> None:
         with pytest.raises(ServerGoneError, match=r"no answer from http://x.* \(status 503\)"):
             await answered(lambda _: httpx2.Response(503), retry_s=0.0)
+
+    async def test_an_answer_that_takes_longer_than_the_patience_is_tried_again_when_it_breaks(self) -> None:
+        broken: list[int] = []
+
+        async def respond(_: httpx2.Request) -> httpx2.Response:
+            if not broken:
+                broken.append(1)
+                await asyncio.sleep(0.4)
+                raise httpx2.ReadError("the gateway died")
+            return httpx2.Response(200, json={})
+
+        assert len(await answered(respond, retry_s=0.3, concurrency=1)) == len(LINES)
 
     async def test_a_wrong_token_ends_the_run_at_once(self) -> None:
         with pytest.raises(ServerRefusedError, match="status 401: who are you"):

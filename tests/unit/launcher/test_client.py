@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -417,6 +418,24 @@ def test_who_cancels_while_a_gateway_is_away_sends_nothing_more(serve, monkeypat
     assert len(servicer.requests) == 1
 
 
+def test_who_cancels_while_the_stream_is_taken_up_again_gets_no_more_of_it(serve, monkeypatch):
+    _, address = serve(breaks_after(1), whole)
+    with Client(address) as client:
+        stream = client.generate("x")
+        next(stream)
+        connection = stream._connection
+        take_up = connection.open_stream
+
+        def cancelled_meanwhile(generation: object) -> object:
+            call = take_up(generation)
+            stream.cancel()  # of another thread: it knows the broken call alone
+            return call
+
+        monkeypatch.setattr(connection, "open_stream", cancelled_meanwhile)
+        with pytest.raises(StreamCancelledError):
+            next(stream)
+
+
 async def test_who_cancels_the_async_stream_meanwhile_sends_nothing_more_either(serve, monkeypatch):
     monkeypatch.setattr(generation_module, "_FIRST_RESUME_DELAY_S", 0.5)
     monkeypatch.setattr(generation_module, "_LONGEST_RESUME_DELAY_S", 0.5)
@@ -463,6 +482,20 @@ def test_resuming_ends_with_the_time_given(serve, monkeypatch):
     _, address = serve(breaks_after(1), breaks_after(0))
     with Client(address) as client, pytest.raises((DeadlineError, UnavailableError)):
         client.generate("x", timeout_s=0.3).result()
+
+
+def test_a_time_without_an_end_is_no_time_that_has_passed(serve):
+    _, address = serve(whole, whole)
+    with Client(address) as client:
+        for endless in (math.inf, 1e300):
+            assert client.generate("x", timeout_s=endless).text()
+        for wrong in (math.nan, "3"):
+            refusal = f"timeout_s: '?{wrong}'? is not allowed; allowed: seconds"
+            for call in (client.generate, client.embed):
+                with pytest.raises(InvalidRequestError, match=refusal):
+                    call("x", timeout_s=wrong)
+            with pytest.raises(InvalidRequestError, match=refusal):
+                client.wait_ready(wrong)
 
 
 def test_details_of_refusals_are_read(serve):

@@ -16,6 +16,7 @@ class HeldOutput:
         self._seed = seed
         self._shows_logprobs = shows_logprobs
         self._delta = api.Delta()
+        self._texts: list[str] = []
         self._finished = api.Finished()
 
     def hold_news(self) -> None:
@@ -23,7 +24,7 @@ class HeldOutput:
         response = self.continuation.take()
         if response is not None:
             delta = response.delta
-            self._delta.text += delta.text
+            self._texts.append(delta.text)
             self._delta.token_ids.extend(delta.token_ids)
             if self._shows_logprobs:
                 self._delta.logprobs.extend(delta.logprobs)
@@ -41,6 +42,7 @@ class HeldOutput:
         """Return the events, as output ``index``."""
         finished = self._finished
         finished.index = self._delta.index = index
+        self._delta.text = "".join(self._texts)
         finished.seed = self._seed
         if math.isfinite(self.mean_logprob):
             finished.mean_logprob = self.mean_logprob

@@ -6,7 +6,7 @@ from types import TracebackType
 import grpc
 
 from headway_gateway.calls.call_context import CallContext
-from headway_gateway.statuses import CallRefusedError, try_later
+from headway_gateway.statuses import CallRefusedError, past_deadline, try_later
 from headway_gateway.wakeup import Wakeup
 
 
@@ -78,6 +78,4 @@ class _OneMore:
         try:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError:
-            raise CallRefusedError(
-                grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed before the output was complete"
-            ) from None
+            raise past_deadline() from None

@@ -5,6 +5,7 @@
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from itertools import islice
 
 import grpc
 import structlog
@@ -24,6 +25,7 @@ from headway_gateway.link.scheduler_client import SchedulerClient, SchedulerUnav
 from headway_gateway.requests.input_checks import check_embed, check_score, is_reranker, require_generates
 from headway_gateway.requests.prompt_encoding import PromptEncoder
 from headway_gateway.requests.validation import (
+    MOST_TOLD,
     chat_violations,
     check_prompt,
     check_request,
@@ -122,7 +124,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             raise invalid_argument("input", "there is none; allowed: one of text, chat")
         model = await self.serving_model()
         if kind == "chat":
-            wrong = dict(chat_violations(request.chat))
+            wrong = dict(islice(chat_violations(request.chat), MOST_TOLD))
             if wrong:
                 raise invalid_arguments(wrong)
         return api.TokenizeResponse(token_ids=await self._prompts.encode(request, kind, model))

@@ -81,9 +81,10 @@ class Application:
             self._admit(call, route, method)
             with self._open_calls:
                 call.read_deadline()
-                body = await call.read_body(*self._bounds)
-                async with call.ended_by_disconnect():
-                    await route.handler(call, body)
+                async with call.ended_by_deadline():
+                    body = await call.read_body(*self._bounds)
+                    async with call.ended_by_disconnect():
+                        await route.handler(call, body)
         except CallRefusedError as refusal:
             self._statistics.refusals[refusal.reason,] += 1
             _log.debug("call refused", method=method, code=refusal.code.name, reason=refusal.reason)

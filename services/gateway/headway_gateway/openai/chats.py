@@ -275,7 +275,10 @@ class WholeMessages:
         else:
             self._calls[index].append(_message_call(piece))
         if tokens.entries is not None:
-            self._tokens[index] = [*(self._tokens[index] or ()), *tokens.entries]
+            so_far = self._tokens[index]
+            if so_far is None:
+                self._tokens[index] = so_far = []
+            so_far += tokens.entries
         self._token_ids[index] += tokens.token_ids or ()
 
     async def end(self, index: int, reason: str) -> None:
@@ -404,7 +407,7 @@ class Chats:
                 pieces=pieces,
                 one_call=body.parallel_tool_calls is False,
             )
-            await run(self._generation, call, [(request, reader.write)], names=names)
+            await run(self._generation, call, [(request, reader.write, names)])
 
         if body.stream:
             usage = StreamUsage.of(tally, body.stream_options)

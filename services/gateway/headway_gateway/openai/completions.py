@@ -23,7 +23,7 @@ from headway_gateway.openai.outputs import (
     reason_of,
     run,
 )
-from headway_gateway.openai.translation import COMPLETION_NAMES, completion_requests, drops_output
+from headway_gateway.openai.translation import completion_names, completion_requests, drops_output
 from headway_gateway.requests.validation import MAX_CONTINUATIONS
 from headway_gateway.statuses import invalid_argument
 from headway_gateway.text.detokenization import Detokenizer
@@ -330,8 +330,10 @@ class Completions:
         await run(
             self._generation,
             call,
-            [(request, reader.write) for request, reader in zip(requests, readers, strict=True)],
-            names=(*constraint_names(body), *COMPLETION_NAMES),
+            [
+                (request, reader.write, (*constraint_names(body), *completion_names(body, place)))
+                for place, (request, reader) in enumerate(zip(requests, readers, strict=True))
+            ],
         )
         return readers
 

@@ -13,7 +13,7 @@ import grpc
 
 from headway_gateway.calls.generation import in_ascii
 from headway_gateway.openai.refusals import HttpRefusedError, http_refusal
-from headway_gateway.statuses import CallRefusedError, invalid_argument
+from headway_gateway.statuses import CallRefusedError, invalid_argument, past_deadline
 from headway_proto.wording import shown
 
 Message: TypeAlias = MutableMapping[str, Any]
@@ -115,6 +115,19 @@ class HttpCall:
             if not message.get("more_body"):
                 self._has_whole_body = True
                 return b"".join(parts)
+
+    @contextlib.asynccontextmanager
+    async def ended_by_deadline(self) -> AsyncIterator[None]:
+        """Cancel what is inside when the call's deadline passes, also what waits before a generation begins.
+
+        Raises:
+            CallRefusedError: DEADLINE_EXCEEDED.
+        """
+        try:
+            async with asyncio.timeout(self.time_remaining()):
+                yield
+        except TimeoutError:
+            raise past_deadline() from None
 
     @contextlib.asynccontextmanager
     async def ended_by_disconnect(self) -> AsyncIterator[None]:

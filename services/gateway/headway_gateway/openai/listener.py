@@ -7,17 +7,26 @@ import asyncio
 import contextlib
 import functools
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headway_gateway.accepting import Acceptor, Entrance
 from headway_gateway.openai.application import Application
 
 _MOST_HEAD_S = 10.0
 _MOST_HEAD_BYTES = 64 * 1024
+_LEAST_READ_BYTES = 64 * 1024
+"""Of an answer that a client is slow to read, in ``most_unread_s`` seconds."""
+
+_MOST_PIPELINED = 16
+"""Requests that wait behind another of their connection; when there are more, nothing is read."""
+
 _CANCEL_GRACE_S = 1
 """For open requests when the server closes; uvicorn counts whole seconds."""
 
@@ -110,8 +119,8 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(HttpToolsProtocol):
-    """One connection. It ends if the head of a request is late or large, or if the client leaves an answer unread for
-    ``most_unread_s`` seconds after the buffers are full.
+    """One connection. It ends if the head of a request is late or large, if what stands behind the last chunk of a body is
+    large, or if the client reads nearly nothing of an answer for ``most_unread_s`` seconds after the buffers are full.
     """
 
     def __init__(self, *arguments: Any, most_unread_s: float, **more: Any) -> None:
@@ -119,7 +128,11 @@ class _Connection(HttpToolsProtocol):
         self._most_unread_s = most_unread_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._head: object = None
+        """Another one for each head that is read, and for what follows the size of a chunk; None inside a body."""
         self._num_head_bytes = 0
+        self._answered: RequestResponseCycle | None = None
+        """The request that is answered now; uvicorn knows only the last that came, which may wait behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
@@ -130,6 +143,10 @@ class _Connection(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        if self._answered is not None:
+            self._answered.disconnected = not self._answered.response_complete
+            self._answered.message_event.set()
+            self._answered = None
         # uvicorn lets a reset connection wait out its keep-alive time, and leaves circles behind, which the collector of a
         # busy gateway would find only after some ten thousand connections.
         self._unset_keepalive_if_required()
@@ -137,25 +154,74 @@ class _Connection(HttpToolsProtocol):
         self.cycle = None  # type: ignore[assignment]  # as uvicorn's, before the first request
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._head_timer is not None:
+        before = self._head
+        self._parse(data)
+        # Data with the end of a body before it is not all of the head, and is bounded as one read.
+        if self._head is not None and self._head is before:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > _MOST_HEAD_BYTES:
                 self._abort()
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                # The parser takes what follows for another protocol, also the body.
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+            else:
+                return
+
+    def _asks_for_upgrade(self) -> bool:
+        """As clients of Java do, which speak HTTP/2 where a server does: it is answered as if it did not ask."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._await_head()
 
     def on_headers_complete(self) -> None:
+        if self._asks_for_upgrade():
+            return
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+        self._head = None
         super().on_headers_complete()
+        if 0 < len(self.pipeline) <= _MOST_PIPELINED:
+            self.flow.resume_reading()  # nobody would see that the client goes
+
+    def on_chunk_header(self) -> None:
+        """Trailers follow, if it is the last chunk."""
+        self._begin_head()
+
+    def on_body(self, body: bytes) -> None:
+        self._head = None
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._asks_for_upgrade():
+            return
+        self._head = None
+        super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, _until_closed(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread_timer = self.loop.call_later(self._most_unread_s, self._abort)
+        self._watch_unread()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -163,11 +229,43 @@ class _Connection(HttpToolsProtocol):
             self._unread_timer.cancel()
             self._unread_timer = None
 
+    def _watch_unread(self) -> None:
+        num_unread = self.transport.get_write_buffer_size()
+        self._unread_timer = self.loop.call_later(self._most_unread_s, self._end_unread, num_unread)
+
+    def _end_unread(self, num_before: int) -> None:
+        """A large answer takes long, as long as it is read."""
+        if num_before - self.transport.get_write_buffer_size() < _LEAST_READ_BYTES:
+            self._abort()
+        else:
+            self._watch_unread()
+
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._num_head_bytes = 0
+            self._begin_head()
             self._head_timer = self.loop.call_later(_MOST_HEAD_S, self._abort)
+
+    def _begin_head(self) -> None:
+        self._head = object()
+        self._num_head_bytes = 0
 
     def _abort(self) -> None:
         if self.transport is not None:
             self.transport.abort()
+
+
+def _until_closed(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """Let a stream end with its connection: a client of HTTP/1.0 knows no chunks, in which uvicorn sends it all the same."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        async def send_plainly(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                if b"content-length" not in dict(message["headers"]):
+                    cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+            elif not message.get("more_body") and not cycle.response_complete:
+                cycle.expected_content_length = len(message["body"])
+            await send(message)
+
+        await app(scope, receive, send_plainly)
+
+    return answer

@@ -41,10 +41,15 @@ GEMMA_4 = FUNCTION_GEMMA._replace(value_end='<|"|>', text_begin='<|"|>')
 
 @cache
 def _finder(markup: Markup) -> re.Pattern[str]:
-    """Return what finds names and values. A value goes up to the last end before a name, so it may contain one."""
+    """Return what finds names and values. A value goes up to the last end before a name, so it may contain one.
+
+    A name contains no mark of a name: without that, names that do not end would be looked through again for each of them.
+    """
     key, key_end, value, end = map(re.escape, (markup.key, markup.key_end, markup.value, markup.value_end))
     behind_key = rf"\s*{value}" if value else ""
-    return re.compile(rf"{key}(.*?){key_end}{behind_key}(.*?)(?:{end}\s*(?={key}|\Z)|(?={key})|\Z)", re.DOTALL)
+    return re.compile(
+        rf"{key}((?:(?!{key}).)*?){key_end}{behind_key}(.*?)(?:{end}\s*(?={key}|\Z)|(?={key})|\Z)", re.DOTALL
+    )
 
 
 def is_in_value(markup: Markup, text: str) -> bool:

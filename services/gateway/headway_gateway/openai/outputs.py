@@ -15,6 +15,8 @@ from headway_gateway.statuses import CallRefusedError, renamed
 from headway_proto import generation_pb2 as api
 
 Write: TypeAlias = Callable[[api.GenerateResponse], Awaitable[None]]
+Names: TypeAlias = Iterable[tuple[str, str]]
+"""Pairs of prefixes: ours, the caller's."""
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
@@ -146,17 +148,15 @@ def reason_of(finished: api.Finished) -> str:
 async def run(
     generation: GenerationServicer,
     context: CallContext,
-    requests: Sequence[tuple[api.GenerateRequest, Write]],
-    *,
-    names: Iterable[tuple[str, str]],
+    requests: Sequence[tuple[api.GenerateRequest, Write, Names]],
 ) -> None:
-    """Run all requests at once; the first failure ends the others.
+    """Run all requests at once; the first failure ends the others. Each comes with the caller's names of its fields.
 
     Raises:
         CallRefusedError: in the caller's field names.
     """
 
-    async def one(request: api.GenerateRequest, write: Write) -> None:
+    async def one(request: api.GenerateRequest, write: Write, names: Names) -> None:
         try:
             await generation.generate(request, context, write)
         except CallRefusedError as refusal:
@@ -167,7 +167,7 @@ async def run(
         return
     try:
         async with asyncio.TaskGroup() as group:
-            for request, write in requests:
-                group.create_task(one(request, write))
+            for request in requests:
+                group.create_task(one(*request))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None

@@ -27,6 +27,8 @@ from headway_proto.wording import shown
 Piece: TypeAlias = str | Thought | ToolCall
 
 _MOST_KEPT = 64
+_MOST_KEPT_CHARACTERS = 1024
+"""Of variables whose mark is kept: what a client sends may be as large as a message."""
 
 
 class MarkedText:
@@ -212,14 +214,17 @@ class PieceMaker:
             return ""
         if given.messages and given.messages[-1][0] != "user":
             return _mark_behind(await self._rendered(given, model) or "", form)
-        if chat.variables not in self._marks_at_end:
-            text = await self._rendered(Conversation((("user", "0"),), variables=chat.variables), model)
-            if text is None:
-                return ""
+        if (known := self._marks_at_end.get(chat.variables)) is not None:
+            return known
+        text = await self._rendered(Conversation((("user", "0"),), variables=chat.variables), model)
+        if text is None:
+            return ""
+        mark = _mark_behind(text, form)
+        if len(chat.variables) <= _MOST_KEPT_CHARACTERS:
             if len(self._marks_at_end) >= _MOST_KEPT:
                 self._marks_at_end.clear()
-            self._marks_at_end[chat.variables] = _mark_behind(text, form)
-        return self._marks_at_end[chat.variables]
+            self._marks_at_end[chat.variables] = mark
+        return mark
 
     async def _rendered(self, chat: Conversation, model: ModelInfo) -> str | None:
         """Return nothing if it is refused, as it will be again, and None if another time may be better."""

@@ -184,9 +184,10 @@ class ResponseOutput:
         """Return an item as it is now."""
         item = self._items[place]
         name = self._frame.id.removeprefix("resp_") + (f"-{place}" if place else "")
-        text = "".join(item.texts)
+        # Each piece of text asks for an item without content: a long text is not joined for each.
+        text = "".join(item.texts) if has_content else ""
         if item.kind is OutputCall:
-            return OutputCall(f"fc_{name}", status, item.call_id, item.name, text if has_content else "")
+            return OutputCall(f"fc_{name}", status, item.call_id, item.name, text)
         if item.kind is OutputThought:
             return OutputThought(f"rs_{name}", status, [ThoughtText(text)] if has_content else [])
         return OutputMessage(f"msg_{name}", status, [OutputText(text)] if has_content else [])
@@ -335,7 +336,7 @@ class Responses:
             one_call=body.parallel_tool_calls is False,
         )
         names = (*constraint_names(body, is_forced=bool(wanted.forced)), *RESPONSES_NAMES)
-        await run(self._generation, call, [(request, reader.write)], names=names)
+        await run(self._generation, call, [(request, reader.write, names)])
         if body.stream:
             await call.end_events()
         else:

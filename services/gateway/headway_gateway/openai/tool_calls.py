@@ -70,7 +70,7 @@ def _from_json(text: str, schemas: Schemas) -> list[ToolCall]:
     try:
         found = msgspec.json.decode(text, type=_Call | list[_Call])
     except (ValueError, RecursionError):
-        parts = _split(text, ";", _is_in_json_text)
+        parts = _split_json(text, ";")
         several = [_from_json(part, schemas) for part in parts] if len(parts) > 1 else []
         return [call for some in several for call in some] if all(several) else []
     calls = [_call(one) for one in (found if isinstance(found, list) else [found])]
@@ -86,9 +86,7 @@ def _of_mistral(text: str, schemas: Schemas) -> list[ToolCall]:
     """An array; or in newer models names, each behind a mark, perhaps with an id."""
     calls = [
         call_of(named.partition(MISTRAL_CALL_ID)[0].strip(), arguments)
-        for named, _, arguments in (
-            part.partition(MISTRAL_ARGUMENTS) for part in _split(text, _MISTRAL_BEGIN, _is_in_json_text)
-        )
+        for named, _, arguments in (part.partition(MISTRAL_ARGUMENTS) for part in _split_json(text, _MISTRAL_BEGIN))
     ]
     return _from_json(text, schemas) or _all_or_none(calls)
 
@@ -96,8 +94,8 @@ def _of_mistral(text: str, schemas: Schemas) -> list[ToolCall]:
 def _of_deepseek(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: ARG001
     """V3.1 has the name before the separator. V3 and R1 have ``function`` there, and the arguments as a block of code."""
     calls = []
-    for part in _split(text, DEEPSEEK_CALL, _is_in_json_text)[1:]:
-        named = _split(part, DEEPSEEK_CALL_END, _is_in_json_text)[0]
+    for part in _split_json(text, DEEPSEEK_CALL)[1:]:
+        named = _split_json(part, DEEPSEEK_CALL_END)[0]
         name, _, arguments = named.partition(DEEPSEEK_SEPARATOR)
         if name.strip() == "function" and not arguments.lstrip().startswith("{"):
             name, _, arguments = arguments.partition("\n")
@@ -147,8 +145,20 @@ def _split(text: str, mark: str, is_open: Callable[[str], bool]) -> list[str]:
     return parts
 
 
+def _split_json(text: str, mark: str) -> list[str]:
+    """Split at the marks that are not within a text of JSON: in one pass, since a text may be long and have many."""
+    parts, begin = [], 0
+    for found in re.finditer(rf"{_JSON_TEXT.pattern}|{re.escape(mark)}", text, re.DOTALL):
+        if found[1] == "":
+            break
+        if found[1] is None:
+            parts.append(text[begin : found.start()])
+            begin = found.end()
+    return [*parts, text[begin:]]
+
+
 def _is_in_json_text(text: str) -> bool:
-    return '"' in _JSON_TEXT.sub("", text)
+    return any(not found[1] for found in _JSON_TEXT.finditer(text))
 
 
 def _all_or_none(calls: list[ToolCall | None]) -> list[ToolCall]:
@@ -167,7 +177,8 @@ DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁ca
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _GEMMA_CALL = re.compile(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", re.DOTALL)
 _GEMMA_NAME = re.compile(r"""([{,]\s*)([^\s"{}\[\],:]+)\s*:""")
-_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*+("?)', re.DOTALL)
+"""A text, whose last quote is missing if it is cut short."""
 _UNMARKED_NAME = re.compile(r"[^\s<>{}]+")
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 

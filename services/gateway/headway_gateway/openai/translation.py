@@ -30,13 +30,18 @@ from headway_gateway.openai.constraints import constrain, constraint_of
 from headway_gateway.openai.tool_choice import ToolsBody, forced_tools, offered_tools
 from headway_gateway.openai.tool_schemas import schema_of_calls
 from headway_gateway.requests.input_checks import MAX_INPUTS
+from headway_gateway.requests.validation import too_many_biases
 from headway_gateway.statuses import invalid_argument
 from headway_proto import generation_pb2 as api
+from headway_proto.sampling import MAX_LOGIT_BIAS_ENTRIES
 from headway_proto.wording import shown
 
 MAX_PROMPTS = 256
 MAX_EMBEDDED = 2048
 """OpenAI's."""
+
+_MOST_BYTES_OF_EACH = 1 << 19
+"""Of a request of several, without its prompt: more than what is allowed takes."""
 
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's."""
@@ -61,12 +66,6 @@ _ITEM_FIELDS = {
 }
 """What each item of a response's input must have."""
 
-COMPLETION_NAMES = (
-    ("sampling.prompt_logprobs", "logprobs"),
-    ("sampling.", ""),
-    ("token_ids.ids", "prompt"),
-    ("text", "prompt"),
-)
 CHAT_PROMPT_NAMES = (
     ("chat.messages", "messages"),
     ("chat.tools", "tools"),
@@ -107,6 +106,12 @@ def completion_requests(body: CompletionBody, tenant: str | None) -> list[api.Ge
     return _with_prompts(base, list(_inputs(body.prompt, "prompt")))
 
 
+def completion_names(body: CompletionBody, place: int) -> Iterable[tuple[str, str]]:
+    """Return the names of a request's fields; ``place``: which of the prompts it is for."""
+    prompt = f"prompt[{place}]" if _is_list(body.prompt) else "prompt"
+    return (("sampling.prompt_logprobs", "logprobs"), ("sampling.", ""), ("token_ids.ids", prompt), ("text", prompt))
+
+
 def drops_output(body: CompletionBody) -> bool:
     """Whether only the prompt is wanted; the model samples a token all the same."""
     return body.max_tokens == 0
@@ -123,6 +128,10 @@ def _most_tokens(body: CompletionBody) -> int:
 def _with_prompts(base: api.GenerateRequest, prompts: list[str | list[int]]) -> list[api.GenerateRequest]:
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise invalid_argument("prompt", f"{len(prompts)} prompts are not allowed; allowed: 1 to {MAX_PROMPTS}")
+    size = base.ByteSize()
+    if len(prompts) > 1 and size > _MOST_BYTES_OF_EACH:
+        problem = f"{len(prompts)} prompts are not allowed with other fields of {size} bytes, which each of them gets; "
+        raise invalid_argument("prompt", f"{problem}allowed: {_MOST_BYTES_OF_EACH} bytes")
     requests = []
     for place, prompt in enumerate(prompts):
         request = api.GenerateRequest()
@@ -309,8 +318,7 @@ def embed_parts(body: EmbeddingsBody, tenant: str | None) -> list[EmbedPart]:
         request = _embed_request(body, tenant, inputs[first : first + MAX_INPUTS])
         if first:
             request.request_id = f"{request.request_id}-{first}"
-        is_list = isinstance(body.input, list) and inputs != [body.input]
-        names = [f"input[{first + place}]" if is_list else "input" for place in range(len(request.inputs))]
+        names = [f"input[{first + place}]" if _is_list(body.input) else "input" for place in range(len(request.inputs))]
         ours = (".text", ".token_ids.ids", "")
         parts.append(EmbedPart(request, [(f"inputs[{n}]{one}", name) for n, name in enumerate(names) for one in ours]))
     return parts
@@ -404,6 +412,11 @@ def _inputs(given: str | list[str | list[int] | int], field: str) -> Iterable[st
         yield one
 
 
+def _is_list(given: str | list[str | list[int] | int]) -> bool:
+    """Whether it is a list of what ``_inputs`` yields."""
+    return isinstance(given, list) and not isinstance(given[0], int)
+
+
 def names_of(body: Body, tenant: str | None) -> dict[str, Any]:
     """Return what every request may have, with the caller's tenant."""
     names = {
@@ -436,6 +449,8 @@ def _generation(body: GenerationBody, tenant: str | None) -> api.GenerateRequest
     for stop in [body.stop] if isinstance(body.stop, str) else body.stop or ():
         sampling.stop.append(stop)
     sampling.stop_token_ids.extend(body.stop_token_ids or ())
+    if body.logit_bias is not None and len(body.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
+        raise too_many_biases("logit_bias", len(body.logit_bias))
     for token_id, bias in (body.logit_bias or {}).items():
         sampling.logit_bias.add(token_id=_token_id(token_id), bias=bias)
     return request

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Literal
 
 import grpc
@@ -18,7 +19,7 @@ from headway_proto import generation_pb2 as api
 from headway_proto.adapters import ADAPTER_NAME_FORM, is_adapter_name
 from headway_proto.columns import INT32
 from headway_proto.ingress import PRIORITY_NORMAL, ModelInfo, Submit
-from headway_proto.sampling import CHOICE, NO_LOGPROBS, Constraint, SamplingParams, violations
+from headway_proto.sampling import CHOICE, MAX_LOGIT_BIAS_ENTRIES, NO_LOGPROBS, Constraint, SamplingParams, violations
 from headway_proto.wording import shown
 
 MAX_REQUEST_ID_BYTES = 128
@@ -32,6 +33,9 @@ MAX_CHOICES = 1024
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 SEED_SPACE = 1 << 64
+MOST_TOLD = 32
+"""Faults of a request; a message or a stop string each may have one."""
+
 _PRIORITIES = frozenset(api.Priority.values())
 _CONTROL_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f]")
 
@@ -108,7 +112,9 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequ
         CallRefusedError: INVALID_ARGUMENT with every wrong field, or NOT_FOUND for another model.
     """
     adapter = served_adapter(request, model)
-    wrong = dict(_request_violations(request, model))
+    if len(request.sampling.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
+        raise too_many_biases("sampling.logit_bias", len(request.sampling.logit_bias))
+    wrong = dict(islice(_request_violations(request, model), MOST_TOLD))
     sampling = sampling_params(request)
     for field, description in violations(sampling, model.vocab_size):
         wrong.setdefault(f"sampling.{field}", description)
@@ -125,6 +131,11 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequ
         held_tokens=tuple(request.resume.token_ids) if request.HasField("resume") else (),
         adapter=adapter,
     )
+
+
+def too_many_biases(field: str, number: int) -> CallRefusedError:
+    """Make the refusal, for who sees it before the entries are read one by one."""
+    return invalid_argument(field, f"{number} is not allowed; allowed: at most {MAX_LOGIT_BIAS_ENTRIES} entries")
 
 
 def served_adapter(request: Request, model: ModelInfo) -> str:
@@ -158,7 +169,7 @@ def check_pin(request: admin_pb2.PinPrefixRequest) -> None:
         wrong["name"] = f"'' is not allowed; allowed: 1 to {MAX_PIN_NAME_BYTES} bytes"
     wrong.update(_name_violations("name", request.name, MAX_PIN_NAME_BYTES))
     wrong.update(_name_violations("tenant", request.tenant, MAX_TENANT_BYTES))
-    wrong.update(_prompt_violations(request, "prefix"))
+    wrong.update(islice(_prompt_violations(request, "prefix"), MOST_TOLD))
     if wrong:
         raise invalid_arguments(wrong)
 

@@ -24,6 +24,7 @@ from headway.flags.named_files import token_of_file
 from headway.flags.settings import ConfigurationError
 from headway.planning.model_source import ALLOWED, DEMO_MODEL
 from headway.terminal.progress import ProgressLine
+from headway_process.addresses import HTTP_URL_FORM, is_http_url
 from headway_process.tls import tls_context
 from headway_proto.wording import shown
 
@@ -31,7 +32,6 @@ DEFAULT_CONCURRENCY = 256
 DEFAULT_RETRY_S = 120.0
 FAILED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
-_URL_SCHEMES = ("http://", "https://")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(
             "--url is not allowed beside --model or --config; allowed: a server of its own, or --url"
         )
-    if arguments.url and not arguments.url.startswith(_URL_SCHEMES):
-        raise ConfigurationError(f"--url: {shown(arguments.url)} is not allowed; allowed: http://... or https://...")
+    if arguments.url and not is_http_url(arguments.url):
+        raise ConfigurationError(f"--url: {shown(arguments.url)} is not allowed; allowed: {HTTP_URL_FORM}")
     source = Path(arguments.input)
     num_lines = check(source)
     with AnswersFile(Path(arguments.output)) as answers:

@@ -42,7 +42,7 @@ class Server:
         token: what the server knows the caller by; empty for none.
         tls: for ``https``; None for the system's certificates.
         concurrency: requests that are open at one time.
-        retry_s: seconds without any answer after which it counts as gone.
+        retry_s: seconds without any answer, from a first failure on, after which it counts as gone.
         transport: instead of the network.
     """
 
@@ -106,6 +106,7 @@ class Server:
 
     async def _answer(self, line: BatchLine) -> dict[str, Any]:
         pause_s = _FIRST_PAUSE_S
+        failing_since: float | None = None
         while True:
             problem, wait_s = "", pause_s
             try:
@@ -122,7 +123,10 @@ class Server:
                     return _record(line, response)
                 problem = f"status {response.status_code}"
                 wait_s = max(pause_s, _seconds(response.headers.get("retry-after", "")))
-            if time.monotonic() - self._heard_at > self._retry_s:
+            now = time.monotonic()
+            # An answer may take longer than ``retry_s``: the server is silent from the failure on.
+            failing_since = now if failing_since is None else failing_since
+            if now - max(self._heard_at, failing_since) >= self._retry_s:
                 raise ServerGoneError(f"no answer from {self._client.base_url} for {self._retry_s:g} s ({problem})")
             await asyncio.sleep(min(wait_s, _LONGEST_PAUSE_S))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

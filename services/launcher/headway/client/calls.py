@@ -17,10 +17,12 @@ from headway.client.requests import (
     EmbedOptions,
     Input,
     Prompt,
+    checked_timeout,
     embed_request,
     pin_request,
     plain_request,
     score_request,
+    timeout_of,
     tokenize_request,
 )
 from headway_proto import admin_pb2, generation_pb2
@@ -46,8 +48,8 @@ class ReadinessPoll:
     """Asks until the gateway serves a model."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._timeout_s = checked_timeout(timeout_s)
+        self._deadline = time.monotonic() + self._timeout_s
 
     def next_call(self) -> Call[bool]:
         """Return the next question."""
@@ -95,12 +97,12 @@ def detokenize(token_ids: Sequence[int]) -> Call[str]:
 
 def embed(inputs: Sequence[Input], options: EmbedOptions) -> Call[generation_pb2.EmbedResponse]:
     request = embed_request(inputs, options)
-    return Call("generation", "Embed", request, lambda response: response, options.get("timeout_s"))
+    return Call("generation", "Embed", request, lambda response: response, timeout_of(options))
 
 
 def score(prompt: Input, continuations: Sequence[Input], options: BatchOptions) -> Call[generation_pb2.ScoreResponse]:
     request = score_request(prompt, continuations, options)
-    return Call("generation", "Score", request, lambda response: response, options.get("timeout_s"))
+    return Call("generation", "Score", request, lambda response: response, timeout_of(options))
 
 
 def model() -> Call[generation_pb2.GetModelResponse]:

@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from headway.client.calls import AnswerT, Call
 from headway.client.generation import Generation, Patience
-from headway.client.requests import GenerateOptions, Prompt, generate_request
+from headway.client.requests import GenerateOptions, Prompt, generate_request, timeout_of
 from headway_process.addresses import channel_options
 from headway_proto import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 
@@ -81,6 +81,10 @@ class Connection:
             "health": health_pb2_grpc.HealthStub(channel),
         }
 
+    def expect_answers(self) -> None:
+        """The address is right, also if nobody answers there now."""
+        self._patience.has_heard = True
+
     def start(self, call: Call[AnswerT]) -> Any:
         """Start a call; with ``grpc.aio`` the response is an awaitable."""
         method = getattr(self._stubs[call.service], call.method)
@@ -88,12 +92,12 @@ class Connection:
 
     def answer(self, call: Call[AnswerT], response: Any) -> AnswerT:
         """Read a response."""
-        self._patience.has_heard = True
+        self.expect_answers()
         return call.read(response)
 
     def generation(self, prompt: Prompt, options: GenerateOptions) -> Generation:
         """Return a new generation, still unsent."""
-        return Generation(generate_request(prompt, options), options.get("timeout_s"), self._patience)
+        return Generation(generate_request(prompt, options), timeout_of(options), self._patience)
 
     def open_stream(self, generation: Generation) -> Any:
         """Send a generation's next request."""

@@ -1,8 +1,10 @@
 """Messages from plain Python values; the server checks ranges."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 import grpc
@@ -28,6 +30,9 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage]
 
 
 Input: TypeAlias = str | Sequence[int]
+
+_MOST_TIMEOUT_S = 1e9
+"""Some thirty years. gRPC takes a time beyond its own numbers for one that has passed."""
 
 
 class BatchOptions(TypedDict, total=False):
@@ -206,6 +211,24 @@ def _set_options(request: Any, options: Mapping[str, Any], known: Mapping[str, A
         for name in _NAMED_NUMBERS.keys() & options.keys():
             setattr(request, name, _number(name, options[name], _NAMED_NUMBERS[name]))
         _set_fields(request, options, options.keys() - _NAMED_NUMBERS.keys() - {"timeout_s"})
+
+
+def timeout_of(options: Mapping[str, Any]) -> float | None:
+    """Return the time that a call may take, if the caller says so. Raises as ``checked_timeout``."""
+    timeout_s = options.get("timeout_s")
+    return None if timeout_s is None else checked_timeout(timeout_s)
+
+
+def checked_timeout(timeout_s: Any) -> float:
+    """Return the time that a call may take.
+
+    Raises:
+        InvalidRequestError: it is no number.
+    """
+    if not isinstance(timeout_s, Real) or math.isnan(timeout_s):
+        problem = f"timeout_s: {shown(timeout_s)} is not allowed; allowed: seconds"
+        raise InvalidRequestError(grpc.StatusCode.INVALID_ARGUMENT, problem)
+    return min(float(timeout_s), _MOST_TIMEOUT_S)
 
 
 def _set_fields(message: Any, values: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -68,6 +68,8 @@ class GenerationStream:
                 time.sleep(self._generation.delay_before_resuming(error))
                 self._generation.require_not_cancelled()
                 self._call = self._connection.open_stream(self._generation)
+                if self._generation.is_cancelled:  # another thread did it meanwhile, and cancelled the call before
+                    self._call.cancel()
             else:
                 raise StopIteration
 
