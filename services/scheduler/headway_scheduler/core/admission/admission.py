@@ -93,7 +93,7 @@ class Admission:
         """Start waiting requests in order until one is refused, only those that go ``before`` a running prompt."""
         books: Books | None = None
         self.refused = None
-        while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
+        while not plan.short_of_blocks and plan.may_start_more:
             first = self._next_to_start(plan.now)
             if first is None:
                 return
