@@ -25,7 +25,7 @@ from simulation import fault_invariants as invariants
 from simulation.fault_executor import incarnation_of
 from simulation.fault_invariants import Violation
 from simulation.fault_process import START_S
-from simulation.fault_schedule import EXECUTOR
+from simulation.fault_schedule import ADAPTERS, EXECUTOR
 
 if TYPE_CHECKING:
     from simulation.fault_scheduler import SchedulerProcess
@@ -55,7 +55,8 @@ class CellWatch:
         self._checked: tuple[int, ...] | None = None
         self._blocks_checked: tuple[int, ...] | None = None
         self._watches_tenants = limits.enable_prefix_caching and limits.prefix_cache_scope == "tenant"
-        self._watches_fcfs = limits.order in {"fcfs", "priority"} and not limits.prefix_aware
+        passes_over = self._world.schedule.settings.has_adapters and limits.max_adapters < len(ADAPTERS)
+        self._watches_fcfs = limits.order in {"fcfs", "priority"} and not limits.prefix_aware and not passes_over
         self._send_step, self._on_answer = cell.link.send_step, cell._on_answer
         cell.link.send_step = self._watched_send  # type: ignore[method-assign]
         cell._on_answer = self._watched_answer  # type: ignore[method-assign]
@@ -109,6 +110,7 @@ class CellWatch:
         if event.reason == "an executor joined":
             executor = self._world.executor_named(self.cell.link.peer or b"")
             self._slot = None if executor is None else executor.slot
+            self._world.joined |= {executor.life} if executor is not None else set()
         elif event.reason != USED_WRONG_BLOCKS or not self._world.num_flips:
             self._check_undisturbed(f"it begins an epoch: {event.reason}")
         self._on_epoch(event, now)

@@ -3,19 +3,22 @@
 Owns: how long steps take, and how the device and its memory fail. Must not know: the scheduler, or links.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headway_executor.backend import StepBatch, StepOutOfMemoryError, StepResult
+from headway_executor.backend import ModelFilesError, ReadAdapter, StepBatch, StepOutOfMemoryError, StepResult
 from headway_executor.batch.batch_state import AppliedStep, BatchState, ImpossibleDiff
 from headway_executor.links.step_link import StepLink
+from headway_executor.step.adapter_changes import at_once
 from headway_executor.step.loop import StepCycle
+from headway_proto.adapters import LoadedAdapter
 from headway_proto.step import SHARED_MEMORY, BackendInfo, SchedulerOutput
 from simulation import fault_invariants as invariants
 from simulation.fault_invariants import Violation
-from simulation.fault_model import ModelOfBlocks, backend_info
+from simulation.fault_model import ModelOfBlocks, adapter_of, backend_info
 from simulation.fault_process import Process
 from simulation.fault_store import FaultStore
 
@@ -76,7 +79,7 @@ class ExecutorProcess(Process):
         super().__init__(world, life)
         self.slot = slot
         settings = world.schedule.settings
-        info = backend_info(settings, shrunk)
+        info = backend_info(settings, shrunk, life)
         self.pool = world.pools.hold(self, slot, info.num_host_blocks, info.block_size)
         if settings.shares_host and info.num_host_blocks:
             info = msgspec.structs.replace(
@@ -88,7 +91,13 @@ class ExecutorProcess(Process):
         self.state = WatchedState(info, self)
         store = FaultStore(self, self.pool)
         self.cycle = StepCycle(
-            link=self.link, state=self.state, backend=self, log=Silent(), wake=self._wake_soon, store=store
+            link=self.link,
+            state=self.state,
+            backend=self,
+            log=Silent(),
+            wake=self._wake_soon,
+            store=store,
+            beside=self._beside,
         )
         self.is_flipped = False
         self.num_failing = 0
@@ -171,6 +180,33 @@ class ExecutorProcess(Process):
 
     def load_blocks(self, contents: Any, blocks: Any) -> None:
         self.model.load(contents, blocks)
+
+    def read_adapter(self, name: str, directory: str) -> ReadAdapter:
+        if name in self.world.spoiled:
+            raise ModelFilesError(f"{directory}: it has gone")
+        return ReadAdapter(adapter_of(name), None)
+
+    def load_adapter(self, read: ReadAdapter) -> LoadedAdapter:
+        self.model.adapters[read.adapter.identity] = read.adapter
+        return read.adapter
+
+    def unload_adapter(self, name: str) -> None:
+        self.model.adapters.pop(adapter_of(name).identity, None)
+
+    def _beside(self, call: Callable[[], ReadAdapter]) -> "Future[ReadAdapter]":
+        seconds = self.world.schedule.settings.adapter_s
+        if not seconds:
+            return at_once(call)
+        read, future = at_once(call), Future[ReadAdapter]()
+
+        def end() -> None:
+            if (error := read.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(read.result())
+
+        self.world.at(self.world.now + seconds, end)
+        return future
 
     def _on_wrong_block(self, what: str) -> None:
         pools = self.world.pools

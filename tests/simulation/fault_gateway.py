@@ -14,6 +14,7 @@ from headway_proto.columns import encode_column
 from headway_proto.ingress import (
     REJECT_ALREADY_EXISTS,
     REJECT_INVALID,
+    REJECT_NOT_FOUND,
     REJECT_OUT_OF_RANGE,
     REJECT_OVERLOADED,
     REJECT_UNAVAILABLE,
@@ -25,9 +26,9 @@ from headway_proto.sampling import NO_LOGPROBS
 from headway_scheduler.core.state.arrival import Origin
 from simulation import fault_invariants as invariants
 from simulation.fault_invariants import Violation
-from simulation.fault_model import Answer, sampling_of
+from simulation.fault_model import LACKS_ADAPTER, Answer, sampling_of
 from simulation.fault_process import Process
-from simulation.fault_schedule import UP, RequestPlan
+from simulation.fault_schedule import ADAPTERS, UP, RequestPlan
 
 GATEWAY_TICK_S = 0.1
 CLIENT_RETRY_S = 0.2
@@ -95,6 +96,7 @@ class Client:
         self.sequence: LiveSequence | None = None
         self._num_ends = 0
         self._num_lost_gateways = 0
+        self._has_been_taken = False
 
     def ask(self) -> None:
         if self.is_done or self.sequence is not None:
@@ -120,6 +122,7 @@ class Client:
             ttft_slo_ms=plan.ttft_slo_ms,
             itl_slo_ms=plan.itl_slo_ms,
             traceparent=f"00-{plan.number:032x}-{1:016x}-01",
+            adapter=plan.adapter,
         )
         self.sequence = LiveSequence(submission, self.delivered, lambda: None)
         self.gateway = gateway
@@ -139,6 +142,7 @@ class Client:
             if sequence is not self.sequence or self.is_done:
                 raise Violation("TERMINAL-ONCE", f"{who} is told more than its end")
             start, tokens = len(self.delivered), sequence.tokens
+            self._has_been_taken |= not isinstance(sequence.end, Rejected)
             if sequence.submission.sampling.prompt_logprobs != NO_LOGPROBS:
                 self._look_at_prompt(sequence, who)
             if self.plan.is_bad and tokens:
@@ -165,6 +169,10 @@ class Client:
         if invariants.is_found_guilty(sequence.submission.request_id in self.world.found_guilty, end):
             self.close()
             return
+        if LACKS_ADAPTER in end.error:
+            invariants.may_lack_its_adapter(self._may_lack_adapter, end.error, who)
+            self.close()
+            return
         invariants.ends_as_it_should(end.reason, len(sequence.tokens), answer.reason, len(answer.tokens), who)
         if self.plan.wants_logprobs:
             told = [values.logprob for values in sequence.logprobs]
@@ -178,10 +186,26 @@ class Client:
         if end.reason in _RETRIED:
             self.world.at(self.world.now + max(CLIENT_RETRY_S, end.retry_after_ms / 1e3), self.ask)
             return
+        if end.reason == REJECT_NOT_FOUND:
+            invariants.may_lack_its_adapter(self._may_lack_adapter, end.message, who)
+            self.close()
+            return
         has_all = end.reason == REJECT_OUT_OF_RANGE and self.delivered == self.answer.tokens
         if not has_all and not (end.reason == REJECT_INVALID and self.plan.is_bad):
             raise Violation("ISOLATION", f"{who} was refused: {end.reason}, {end.message}")
         self.close()
+
+    @property
+    def _may_lack_adapter(self) -> bool:
+        """Whether its adapter may be gone: an operator has unloaded it, or nobody who had it can tell of it or load it."""
+        world, name = self.world, self.plan.adapter
+        if name in world.unloaded:
+            return True
+        if name in ADAPTERS[:-1] or not self._has_been_taken:
+            return name not in ADAPTERS[:-1]
+        assert world.lives_at_load is not None
+        num_joined, scheduler = world.lives_at_load
+        return len(world.joined) > num_joined and (name in world.spoiled or world.scheduler.life != scheduler)
 
     def cancel(self) -> None:
         """Nobody wants it any more. Unless its gateway is stalled, the Abort leaves at once."""

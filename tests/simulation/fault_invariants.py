@@ -546,6 +546,11 @@ def is_found_guilty(was_judged: bool, end: Finished) -> bool:
     return True
 
 
+def may_lack_its_adapter(may_be_gone: bool, why: str, who: str) -> None:
+    """An adapter that nobody unloaded stays, as long as somebody has it or can read it."""
+    require(may_be_gone, "ISOLATION", f"{who} ended for its adapter: {why}")
+
+
 def cancel_bound(is_live: bool, who: str) -> None:
     """On a link without faults, a cancelled sequence is gone from the scheduler when its Abort has arrived."""
     require(not is_live, "CANCEL-BOUND", f"{who} is still there")

@@ -9,34 +9,52 @@ table promises is noticed by the first step that reads it.
 """
 
 from collections.abc import Callable
+from zlib import crc32
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headway_executor.backend import StepBatch, StepResult
+from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import Int32Array, decode_column, encode_column, encode_floats
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import NO_LOGPROBS, SamplingParams
 from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
-from simulation.fault_schedule import END_TOKEN, MAX_MODEL_LEN, VOCABULARY, RequestPlan, Settings
+from simulation.fault_schedule import ADAPTERS, END_TOKEN, MAX_MODEL_LEN, VOCABULARY, RequestPlan, Settings
 from simulation.fault_store import FaultPool
 
 _MASK = (1 << 64) - 1
 _EMPTY = 0x9E3779B97F4A7C15
+LACKS_ADAPTER = "this executor lacks the adapter"
 _NAN_SEED_BITS = 32
 """Above these bits of a request's seed stands the output token at which its logits are NaN, plus one."""
 
 
-def backend_info(settings: Settings, shrunk: int = 0) -> BackendInfo:
-    """What an executor announces; ``shrunk`` 1: half the rows and the fewest blocks, 2: no blocks on the host."""
+def backend_info(settings: Settings, shrunk: int = 0, life: int = 0) -> BackendInfo:
+    """What an executor announces; ``shrunk`` 1: half the rows and the fewest blocks, 2: no blocks on the host.
+
+    ``life``: of its process, where they have blocks of different sizes.
+    """
     info = _whole_info(settings)
+    if settings.block_sizes:
+        size = settings.block_sizes[life % len(settings.block_sizes)]
+        info = msgspec.structs.replace(
+            info,
+            block_size=size,
+            num_blocks=_in_blocks_of(size, info, info.num_blocks),
+            num_host_blocks=_in_blocks_of(size, info, info.num_host_blocks),
+        )
     if shrunk == 1:
-        num_blocks = -(-MAX_MODEL_LEN // settings.block_size)
+        num_blocks = -(-MAX_MODEL_LEN // info.block_size)
         info = msgspec.structs.replace(info, max_num_rows=-(-info.max_num_rows // 2), num_blocks=num_blocks)
     elif shrunk == 2:
         info = msgspec.structs.replace(info, num_host_blocks=0)
     return info
+
+
+def _in_blocks_of(size: int, info: BackendInfo, num_blocks: int) -> int:
+    return -(-num_blocks * info.block_size // size)
 
 
 def _whole_info(settings: Settings) -> BackendInfo:
@@ -57,7 +75,14 @@ def _whole_info(settings: Settings) -> BackendInfo:
         supports_prompt_logprobs=True,
         max_speculative_tokens=settings.max_speculative_tokens if settings.num_lanes == 1 else 0,
         num_lanes=settings.num_lanes,
+        supports_adapters=settings.has_adapters,
+        adapters=tuple(map(adapter_of, ADAPTERS[:-1])) if settings.has_adapters else (),
     )
+
+
+def adapter_of(name: str) -> LoadedAdapter:
+    """Each has files of its own, which nobody replaces by others."""
+    return LoadedAdapter(name, f"directory-of-{name}", "1")
 
 
 def sampling_of(plan: RequestPlan) -> SamplingParams:
@@ -73,6 +98,11 @@ def sampling_of(plan: RequestPlan) -> SamplingParams:
 def grown(prefix: int, token: int) -> int:
     """The hash of a history that is one token longer."""
     return ((prefix ^ (token + 1)) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
+
+
+def _beginning(adapter: str) -> int:
+    """The hash of an empty history. ``adapter``: an identity, or ""."""
+    return grown(_EMPTY, crc32(adapter.encode())) if adapter else _EMPTY
 
 
 def token_after(prefix: int, sampling: SamplingParams) -> int:
@@ -106,7 +136,7 @@ class Answer:
         limit = min(
             plan.max_tokens, min(MAX_MODEL_LEN, settings.num_blocks * settings.block_size + 1) - len(plan.prompt)
         )
-        prefix = _EMPTY
+        prefix = _beginning(adapter_of(plan.adapter).identity if plan.adapter else "")
         self.prompt_logprobs: list[float] = []
         for token in plan.prompt:
             prefix = grown(prefix, token)
@@ -126,12 +156,14 @@ class Answer:
 
 
 class _Row:
-    __slots__ = ("num_prompt", "prefixes", "sampling")
+    __slots__ = ("error", "num_prompt", "prefixes", "sampling")
 
-    def __init__(self, prefixes: list[int], num_prompt: int, sampling: SamplingParams) -> None:
+    def __init__(self, prefixes: list[int], num_prompt: int, sampling: SamplingParams, error: str) -> None:
         self.prefixes = prefixes
         self.num_prompt = num_prompt
         self.sampling = sampling
+        self.error = error
+        """Why it cannot draw its next token, or ""."""
 
 
 class ModelOfBlocks:
@@ -145,6 +177,7 @@ class ModelOfBlocks:
         self._unsound: set[int] = set()
         """Rows that were told to be stale, until they end."""
         self._rows: dict[int, _Row] = {}
+        self.adapters = {adapter.identity: adapter for adapter in info.adapters}
 
     @property
     def rows(self) -> list[int]:
@@ -169,11 +202,13 @@ class ModelOfBlocks:
         self._unsound.difference_update(batch.finished_rows.tolist(), [new.row for new in batch.new_rows])
         self._unsound.update(batch.stale_rows.tolist())
         for new in batch.new_rows:
-            prefix, prefixes = _EMPTY, [_EMPTY]
+            prefix = _beginning(new.adapter)
+            prefixes = [prefix]
             for token in new.token_ids.tolist():
                 prefix = grown(prefix, token)
                 prefixes.append(prefix)
-            self._rows[new.row] = _Row(prefixes, new.num_prompt_tokens, new.sampling)
+            error = f"{LACKS_ADAPTER} {new.adapter}" if new.adapter and new.adapter not in self.adapters else ""
+            self._rows[new.row] = _Row(prefixes, new.num_prompt_tokens, new.sampling, error)
         work = list(
             zip(
                 batch.rows.tolist(),
@@ -239,7 +274,7 @@ class ModelOfBlocks:
             drawn = self._draw(number, logprobs)
             tokens.append(ERRORED_ROW if drawn is None else drawn)
             if drawn is None:
-                errors.append(RowError(number, "the logits are NaN"))
+                errors.append(RowError(number, self._rows[number].error or "the logits are NaN"))
             if number in most:
                 further = [] if drawn is None else self._speculate(number, most[number], tables[number], logprobs)
                 tokens += further
@@ -253,10 +288,10 @@ class ModelOfBlocks:
         )
 
     def _draw(self, number: int, logprobs: list[RowLogprobs]) -> int | None:
-        """Draw a row's next token and append it; None if its logits are NaN."""
+        """Draw a row's next token and append it; None if its logits are NaN, or its adapter is not there."""
         row = self._rows[number]
         prefix = row.prefixes[-1]
-        if len(row.prefixes) - 1 - row.num_prompt == fails_at(row.sampling):
+        if row.error or len(row.prefixes) - 1 - row.num_prompt == fails_at(row.sampling):
             row.prefixes.append(grown(prefix, 0))
             return None
         token = token_after(prefix, row.sampling)

@@ -21,6 +21,7 @@ from headway_proto.ingress import HEARTBEAT_INTERVAL_S
 from headway_proto.step import BackendInfo
 from headway_scheduler.cells import brake
 from headway_scheduler.core.admission import fair_queue, waiting_queue
+from headway_scheduler.core.state.limits import ExecutorCapacity
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.figures import serving_statistics
 from headway_scheduler.flight.recorder import FlightRecorder
@@ -28,6 +29,7 @@ from headway_scheduler.operators import administration
 from simulation.census import census
 from simulation.fault_executor import Silent
 from simulation.fault_process import START_S
+from simulation.fault_schedule import ADAPTERS
 
 if TYPE_CHECKING:
     from simulation.fault_world import FaultWorld
@@ -47,7 +49,7 @@ class _MayGrow(NamedTuple):
 
 def _num_host_blocks(world: "FaultWorld") -> int:
     """Each at most once in the cache, and in what a step reads and writes."""
-    return 4 * world.schedule.settings.num_host_blocks + 4
+    return 4 * max(capacity.num_host_blocks for capacity in _capacities(world)) + 4
 
 
 def _num_epochs(world: "FaultWorld") -> int:
@@ -56,7 +58,13 @@ def _num_epochs(world: "FaultWorld") -> int:
 
 
 def _num_blocks(world: "FaultWorld") -> int:
-    return world.schedule.settings.num_blocks
+    return max(capacity.num_blocks for capacity in _capacities(world))
+
+
+def _capacities(world: "FaultWorld") -> list[ExecutorCapacity | BackendInfo]:
+    """Of the executors that there are, and of those that cores have had."""
+    cores = world.scheduler.engine.fleet.cores
+    return [*(executor.info for executor in world.executors), *(core.capacity for core in cores)]
 
 
 def _num_rows(world: "FaultWorld") -> int:
@@ -119,6 +127,9 @@ MAY_GROW = (
     _MayGrow("engine.fleet.transit._cores[].*observer._next_*", None, "numbers of steps"),
     _MayGrow("engine.fleet.transit._cores[].*num_started", None, "requests are numbered"),
     _MayGrow("engine.fleet.*num_arrivals", None, "requests are numbered"),
+    _MayGrow("engine.fleet.adapters._num_changes", None, "changes are numbered"),
+    _MayGrow("len(executor._adapters._loaded)", lambda world: len(ADAPTERS), "adapters that an operator has loaded"),
+    _MayGrow("len(engine.fleet.adapters._known)", lambda world: len(ADAPTERS), "adapters that an operator has loaded"),
     _MayGrow("engine.fleet.transit._cores[].*_last_number", None, "runs of cached blocks are numbered"),
     _MayGrow("engine.fleet.transit._cores[].*_log._*_index", None, "changes of the cache are numbered"),
     _MayGrow("engine.gateways._last_owner", None, "links are numbered"),
@@ -351,6 +362,7 @@ def _join(fresh: SchedulerEngine, cycles: list[StepCycle], links: list[IngressLi
     for peer, frame in fresh.fleet.links.outgoing:
         for answer in cycles[peer[0]].receive(frame, now):
             fresh.executor_frame(peer, answer, now)
+    fresh.run(now)
     for peer, frame in fresh.gateways.outgoing:
         links[peer[0]].receive(frame, now)
     for number, link in enumerate(links):

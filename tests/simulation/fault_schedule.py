@@ -42,7 +42,11 @@ HOST_FAULTS = ("leave",)
 _MIXED = FRAME_FAULTS + LINK_FAULTS + PROCESS_FAULTS + STEP_FAULTS + CLIENT_FAULTS + OPERATOR_FAULTS
 ROLE_FAULTS = ("role",)
 """Only where roles mean something: an operator gives an executor another role."""
-KINDS = (*_MIXED, "sleep", *CELL_FAULTS, *HOST_FAULTS, *ROLE_FAULTS)
+ADAPTERS = ("a", "b", "c")
+"""Every executor has all but the last from its start. An operator may load that, and unload any."""
+ADAPTER_FAULTS = ("load", "unload", "spoil")
+"""Only where there are adapters. Files that are spoiled cannot be read again; only those of the last adapter are."""
+KINDS = (*_MIXED, "sleep", *CELL_FAULTS, *HOST_FAULTS, *ROLE_FAULTS, *ADAPTER_FAULTS)
 
 SEVERAL_WEIGHTS = (70, 20, 10)
 """How often there are one, two and three executors."""
@@ -102,6 +106,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Of the first cells."""
     num_lanes: int = 1
     """Of each executor."""
+    block_sizes: tuple[int, ...] = ()
+    """One process of an executor after the other has one of these instead, and as many tokens in its blocks."""
+    has_adapters: bool = False
+    max_adapters: int = 16
+    adapter_s: float = 0.0
+    """How long it takes to read an adapter."""
 
 
 class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -127,6 +137,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     deadline_s: float = 0.0
     is_bad: bool = False
     wants_prompt_logprobs: bool = False
+    adapter: str = ""
 
 
 def executor_slots(settings: Settings) -> tuple[int, ...]:
@@ -137,7 +148,7 @@ def executor_slots(settings: Settings) -> tuple[int, ...]:
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """At ``at``, something goes wrong with a process (or its link): ``target`` is EXECUTOR, SCHEDULER, FIRST_GATEWAY + n or SECOND_EXECUTOR + n.
 
-    ``role``: ``count`` is the place of the new role among all. ``cancel_preempted`` gives up whoever is preempted next. ``direction`` of frames; ``seconds`` it lasts, or by how much a frame is late; ``count`` of frames, steps, tokens, or the
+    ``role``: ``count`` is the place of the new role among all, ``load`` and ``unload``: of the adapter. ``cancel_preempted`` gives up whoever is preempted next. ``direction`` of frames; ``seconds`` it lasts, or by how much a frame is late; ``count`` of frames, steps, tokens, or the
     number of the request that is cancelled or whose prompt an operator pins. An executor that crashes comes back smaller if
     ``count`` is above 1. ``place`` where in a frame a bit is turned, or when in a sleep the others give the connection up,
     0 to 1.
@@ -194,6 +205,8 @@ def draw(seed: int, num_executors: int | None = None) -> Schedule:
     settings, faults = _with_host(random.Random(f"host {seed}"), settings, faults)
     settings, faults = _with_roles(random.Random(f"roles {seed}"), settings, faults)
     settings = _with_lanes(random.Random(f"lanes {seed}"), settings)
+    settings = _with_block_sizes(random.Random(f"block sizes {seed}"), settings)
+    settings, requests, faults = _with_adapters(random.Random(f"adapters {seed}"), settings, requests, faults)
     ends = [fault.at + (0.0 if fault.kind == "delay" else fault.seconds) for fault in faults]
     heal_at = max([0.3, *ends, *(request.at for request in requests)]) + rng.choice((0.0, 0.2, 0.5))
     return Schedule(seed=seed, settings=settings, requests=requests, faults=faults, heal_at=round(heal_at, 4))
@@ -206,6 +219,39 @@ def _with_lanes(rng: random.Random, settings: Settings) -> Settings:
         return settings
     depth = rng.choice((0, 0, settings.max_steps_in_flight))
     return msgspec.structs.replace(settings, num_lanes=num_lanes, max_steps_in_flight=depth)
+
+
+def _with_block_sizes(rng: random.Random, settings: Settings) -> Settings:
+    """Executors with blocks of other sizes, beside each other and after each other; drawn by itself as well."""
+    if settings.max_executors == 1 or rng.random() < 0.7:
+        return settings
+    sizes = tuple(rng.choice((1, 2, 4, 8, 16)) for _ in range(rng.choice((2, 2, 3))))
+    return msgspec.structs.replace(settings, block_sizes=sizes)
+
+
+def _with_adapters(
+    rng: random.Random, settings: Settings, requests: tuple[RequestPlan, ...], faults: tuple[Fault, ...]
+) -> tuple[Settings, tuple[RequestPlan, ...], tuple[Fault, ...]]:
+    """Requests with adapters, and operators who load and unload them; drawn by itself as well."""
+    if rng.random() < 0.75:
+        return settings, requests, faults
+    settings = msgspec.structs.replace(
+        settings, has_adapters=True, max_adapters=rng.choice((1, 2, 16)), adapter_s=rng.choice((0.0, 0.02, 0.2))
+    )
+    requests = tuple(
+        msgspec.structs.replace(request, adapter=rng.choice(("", *ADAPTERS, ADAPTERS[-1]))) for request in requests
+    )
+    added = [
+        Fault(
+            at=round(rng.random() * 0.4, 4),
+            kind=rng.choice(("load", *ADAPTER_FAULTS)),
+            target=FIRST_GATEWAY + rng.randrange(settings.num_gateways),
+            count=rng.choice((0, 2, 2)),
+        )
+        for _ in range(rng.choice((0, 1, 3)))
+    ]
+    first = Fault(at=0.0005, kind="load", target=FIRST_GATEWAY, count=2)
+    return settings, requests, tuple(sorted((first, *faults, *added), key=lambda fault: fault.at))
 
 
 def _with_prompts(

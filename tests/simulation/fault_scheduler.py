@@ -29,7 +29,7 @@ from simulation.fault_cell import CellWatch
 from simulation.fault_executor import ExecutorProcess
 from simulation.fault_placement import PlacementWatch
 from simulation.fault_process import Process
-from simulation.fault_schedule import TENANTS, Settings
+from simulation.fault_schedule import ADAPTERS, TENANTS, Settings
 
 TOKENS_KIND = 50
 
@@ -268,9 +268,12 @@ class SchedulerProcess(Process):
 
     def check(self) -> None:
         """After each beat, if anything may have changed."""
-        fleet = self.engine.fleet
+        fleet, world = self.engine.fleet, self.world
+        if world.schedule.settings.has_adapters and world.lives_at_load is None:
+            is_loaded = fleet.adapters.identity_of(ADAPTERS[-1]) is not None
+            world.lives_at_load = (len(world.joined), self.life) if is_loaded else None
         num_changed = sum(watch.check() for watch in self._cells)
-        if self.world.num_to_cancel:
+        if world.num_to_cancel:
             for place in (fleet.placement, *fleet.cores):
                 self._cancel_preempted(list(place._requests.values()))
         self.placement.check()

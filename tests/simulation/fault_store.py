@@ -32,6 +32,7 @@ class FaultPool:
 
     def __init__(self, name: str, num_blocks: int, block_size: int) -> None:
         self.name = name
+        self.block_size = block_size
         self.records = np.zeros(num_blocks, dtype=RECORD)
         self.blocks = np.zeros((num_blocks, block_size * 8), dtype=np.uint8)
         self.older_records, self.older_blocks = self.records.copy(), self.blocks.copy()
@@ -69,7 +70,8 @@ class FaultPools:
         """The pool that a dead process of this place left, or a new one."""
         for pool in self.by_name.values():
             is_free = pool.holder is None or pool.holder.is_dead
-            if is_free and pool.name.startswith(f"pool-{slot}-") and len(pool.records) == num_blocks:
+            is_alike = len(pool.records) == num_blocks and pool.block_size == block_size
+            if is_free and pool.name.startswith(f"pool-{slot}-") and is_alike:
                 if self._world.schedule.settings.loses_pools:
                     del self.by_name[pool.name]
                     break
@@ -90,11 +92,16 @@ class FaultPools:
         for pool in self.by_name.values():
             pool.wrong_epochs.discard(epoch)
 
-    def read(self, pull: Pull) -> PulledBlocks | None:
-        """Private copies, as they arrive; None if the pool cannot be read."""
+    def read(self, pull: Pull, block_size: int) -> PulledBlocks | None:
+        """Private copies, as they arrive; None if the pool cannot be read, for example with blocks of another size."""
         pool, host_blocks = self.by_name.get(pull.pool), pull.blocks[0]
         harm = self._harm()
-        if pool is None or harm == "lost" or (len(host_blocks) and host_blocks.max() >= len(pool.records)):
+        if (
+            pool is None
+            or pool.block_size != block_size
+            or harm == "lost"
+            or (len(host_blocks) and host_blocks.max() >= len(pool.records))
+        ):
             return None
         records, blocks = pool.records[host_blocks], pool.blocks[host_blocks]
         victim = self._rng.randrange(len(host_blocks)) if harm else 0
@@ -161,7 +168,7 @@ class FaultStore:
         """Bring what is there; ask again soon for what is older. ``right``: contents by place."""
         world, late = self._executor.world, []
         for pull, places in parts:
-            pulled = self._pools.read(pull)
+            pulled = self._pools.read(pull, self._pool.block_size)
             if pulled is None:
                 continue
             is_right, is_older = _check(pulled, pull)

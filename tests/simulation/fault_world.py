@@ -27,7 +27,7 @@ import headway_scheduler.links.ingress_link
 import headway_scheduler.operators.administration
 from flight_logs import MemoryLog, recorder_into
 from headway_proto.columns import encode_column
-from headway_proto.operations import AdminCall, PrefixToPin
+from headway_proto.operations import AdapterToLoad, AdminCall, PrefixToPin
 from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.flight.recorder import FlightRecorder
@@ -35,9 +35,12 @@ from simulation import fault_invariants as invariants
 from simulation.fault_executor import ExecutorProcess
 from simulation.fault_gateway import Client, GatewayProcess
 from simulation.fault_invariants import Violation
+from simulation.fault_model import adapter_of
 from simulation.fault_process import START_S, Process
 from simulation.fault_rest import leftovers
 from simulation.fault_schedule import (
+    ADAPTER_FAULTS,
+    ADAPTERS,
     BOTH,
     CLIENT_FAULTS,
     DOWN,
@@ -107,6 +110,14 @@ class FaultWorld:
         self.num_steps = 0
         self.num_faults = 0
         self.num_flips = 0
+        self.spoiled: set[str] = set()
+        """Adapters whose files cannot be read any more."""
+        self.unloaded: set[str] = set()
+        """Adapters that an operator has asked to unload."""
+        self.joined: set[int] = set()
+        """Lives of executors that have joined a scheduler."""
+        self.lives_at_load: tuple[int, int] | None = None
+        """How many these were, and which scheduler there was, when all first had the adapter that an operator loads."""
         self.num_to_cancel = 0
         """Requests that are to be cancelled when they are preempted."""
         self._num_events = 0
@@ -304,7 +315,7 @@ class FaultWorld:
         if self.now >= START_S + self.schedule.heal_at:
             return
         self.num_faults += 1
-        if fault.kind in OPERATOR_FAULTS + CLIENT_FAULTS:
+        if fault.kind in OPERATOR_FAULTS + CLIENT_FAULTS + ADAPTER_FAULTS:
             pass
         elif fault.target == SCHEDULER:
             self.disturbed.update(self.links)
@@ -463,11 +474,24 @@ class FaultWorld:
     def _inflict_unpin(self, fault: Fault) -> None:
         self._operate(fault.target, "unpin", PrefixToPin(name=f"pin-{fault.count}"))
 
-    def _operate(self, target: int, method: str, prefix: PrefixToPin | None = None) -> None:
+    def _inflict_load(self, fault: Fault) -> None:
+        adapter = adapter_of(ADAPTERS[fault.count])
+        self._operate(fault.target, "load_adapter", adapter=AdapterToLoad(adapter.name, adapter.directory))
+
+    def _inflict_unload(self, fault: Fault) -> None:
+        self.unloaded.add(ADAPTERS[fault.count])
+        self._operate(fault.target, "unload_adapter", adapter=AdapterToLoad(ADAPTERS[fault.count]))
+
+    def _inflict_spoil(self, fault: Fault) -> None:
+        self.spoiled.add(ADAPTERS[-1])
+
+    def _operate(
+        self, target: int, method: str, prefix: PrefixToPin | None = None, adapter: AdapterToLoad | None = None
+    ) -> None:
         """Call what an operator calls, through any gateway."""
         gateway = self.gateways[target % len(self.gateways)]
         if not gateway.is_dead and not gateway.is_stalled:
-            gateway.link.call_admin(AdminCall(method=method, prefix=prefix))
+            gateway.link.call_admin(AdminCall(method=method, prefix=prefix, adapter=adapter))
             gateway.flush()
 
     def _inflict_cancel_preempted(self, fault: Fault) -> None:

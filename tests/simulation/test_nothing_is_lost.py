@@ -10,6 +10,7 @@ import pytest
 
 from headway_executor.backend import BackendConfig
 from headway_gateway.link.live_sequence import LiveSequence
+from headway_proto import step
 from headway_proto.columns import decode_column
 from headway_proto.ingress import (
     FINISH_LENGTH,
@@ -20,6 +21,7 @@ from headway_proto.ingress import (
     Rejected,
 )
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.cells import cell
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
 from headway_scheduler.core.policies.reservations import RESERVATIONS
@@ -103,6 +105,23 @@ def test_undisturbed(depth: int, num_blocks: int) -> None:
     core = run_undisturbed(world, 40)
     assert (core.counters.num_preemptions > 0) == (num_blocks < 400)
     assert core.counters.num_prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("num_executors", [1, 2])
+def test_no_step_has_a_number_that_columns_cannot_hold(monkeypatch: pytest.MonkeyPatch, num_executors: int) -> None:
+    most = (1 << 31) - 1
+    most_of_ranges = {name: largest for name, _, largest in step._RANGES}
+    assert cell.MOST_STEPS_OF_EPOCH + 2 * most_of_ranges["max_model_len"] <= most + 1
+    monkeypatch.setattr(cell, "MOST_STEPS_OF_EPOCH", 20)
+    world = World(LIMITS, CONFIG, num_gateways=2, seed=1, num_executors=num_executors)
+    submit_some(world, 12)
+    world.run_until(world.all_ended, 60)
+    for gateway in world.gateways:
+        assert_undisturbed(world, gateway)
+    reasons = [notice.details.get("reason") for notice in world.engine.notices.take() if notice.event == "epoch opened"]
+    assert reasons.count("its steps are numbered anew") > 2
+    assert all(core.next_step <= 20 + LIMITS.max_steps_in_flight for core in world.engine.fleet.cores)
+    assert_quiet(world)
 
 
 @pytest.mark.parametrize("reserve", sorted(RESERVATIONS))

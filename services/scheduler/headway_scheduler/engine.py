@@ -13,7 +13,7 @@ from headway_proto.ingress import Abort, Rejected, Submit
 from headway_proto.operations import AdminCall
 from headway_proto.wording import shown
 from headway_scheduler.cells.fleet import DEFAULT_PLACEMENT, Fleet
-from headway_scheduler.cells.live_sequences import LiveSequence, LiveSequences, name_of
+from headway_scheduler.cells.live_sequences import LiveSequence, LiveSequences, Name, name_of
 from headway_scheduler.cells.notices import Notices
 from headway_scheduler.core.admission.door import RequestRejected
 from headway_scheduler.core.choosing.policies import PlacementSettings
@@ -29,6 +29,9 @@ from headway_scheduler.gateways.queue_pace import UNKNOWN_S, QueuePace
 from headway_scheduler.gateways.submissions import EarlySubmissions, Problem, new_request, problem_of
 from headway_scheduler.links.ingress_link import Announcement, GatewayGone, IngressEvent, IngressLinks
 from headway_scheduler.operators.administration import Administration
+
+LINK_OPENS_WITHIN_S = 3.0
+"""A gateway that goes on has noticed by then that its link is lost, and has opened another."""
 
 
 class SchedulerEngine:
@@ -57,6 +60,9 @@ class SchedulerEngine:
         self.early = EarlySubmissions(limits)
         self.fleet = Fleet(self, incarnation, self.recorder, max_executors, placement)
         self.draining = False
+        self._accepted: set[Name] = set()
+        """Sequences that may come again although this scheduler drains: it had accepted them before their link was lost."""
+        self._forgets_accepted_at = float("inf")
         self._queue_pace = QueuePace()
 
     @property
@@ -74,8 +80,8 @@ class SchedulerEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences waiting or running."""
-        return len(self.early) + self.fleet.num_unfinished
+        """Sequences waiting or running, or without a link for a moment."""
+        return len(self.early) + self.fleet.num_unfinished + len(self._accepted)
 
     @property
     def state(self) -> str:
@@ -106,6 +112,9 @@ class SchedulerEngine:
 
     def run(self, now: float) -> None:
         """Do what is due: heartbeats, time-outs, steps, messages to gateways."""
+        if now >= self._forgets_accepted_at:
+            self._accepted.clear()
+            self._forgets_accepted_at = float("inf")
         if now >= self.statistics.next_mark_at:
             self.statistics.keep_time(now, self.view)
         self.fleet.tick(now)
@@ -118,6 +127,7 @@ class SchedulerEngine:
         """An executor joined, began anew, or is gone: submissions that came early may find one now."""
         if self.fleet.info is not None:
             for owner, submit in self.early.take():
+                self._accepted.add(name_of(submit))
                 self._on_submit(owner, submit, now)
         self.announce()
 
@@ -142,8 +152,11 @@ class SchedulerEngine:
             self.gateways.send(owner, reply)
 
     def _on_gateway_gone(self, event: GatewayGone, now: float) -> None:
-        self.early.remove_owner(event.owner)
+        early = self.early.take_of_owner(event.owner)
         lost = self.live.of_owner(event.owner)
+        if self.draining:
+            self._accepted.update(map(name_of, early), [live.name for live in lost])
+            self._forgets_accepted_at = now + LINK_OPENS_WITHIN_S
         self.notices.add("gateway link closed", reason=event.reason, sequences=len(lost))
         for live in lost:
             self._forget(live.origin)
@@ -179,7 +192,9 @@ class SchedulerEngine:
             self.gateways.send(owner, rejected)
 
     def _refusal(self, submit: Submit) -> Rejected | None:
-        if self.draining:
+        is_known = name_of(submit) in self._accepted
+        self._accepted.discard(name_of(submit))
+        if self.draining and not is_known:
             problem = Problem(ingress.REJECT_UNAVAILABLE, "", "the scheduler is draining; it takes no new requests")
             return problem.rejection(submit.handle)
         if self.early.is_full_for(submit):

@@ -153,6 +153,26 @@ def test_an_adapter_that_an_executor_cannot_load_when_it_joins_is_dropped() -> N
     assert "adapter dropped" in [notice.event for notice in world.engine.notices.take()]
 
 
+def test_an_executor_that_begins_anew_keeps_an_adapter_whose_files_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of(1)
+    assert call(world, "load_adapter", "a", "x").error == ""
+    (before,) = tokens_of(world, "a")
+
+    def refuse(self: SimulatedBackend, name: str, directory: str) -> ReadAdapter:
+        raise ModelFilesError(f"{directory}: no adapter_model.safetensors")
+
+    monkeypatch.setattr(SimulatedBackend, "read_adapter", refuse)
+    running = submit(world, "a", max_tokens=80)
+    world.run_until(lambda: len(running.tokens) > 2, 5)
+    cell = world.engine.fleet.cells[0]
+    cell.on_events(cell.link.reopen("a frame was lost", world.now), world.now)
+    world.run_until(world.all_ended, 30)
+    assert isinstance(running.end, Finished)
+    assert (running.end.error, running.tokens[: len(before)]) == ("", before)
+    assert names_of(world) == ["a"]
+    assert tokens_of(world, "a") == [before]
+
+
 def test_an_adapter_in_use_stays_and_names_are_taken_once() -> None:
     world = world_of(1, {"a": "x"})
     running = submit(world, "a", max_tokens=80)

@@ -48,8 +48,14 @@ class Place:
     """One executor with contents that it checks, its host pool, and its core."""
 
     def __init__(
-        self, name: str, pools: dict[str, "Place"], limits: SchedulerLimits, num_host_blocks: int = 16
+        self,
+        name: str,
+        pools: dict[str, "Place"],
+        limits: SchedulerLimits,
+        num_host_blocks: int = 16,
+        size: int = SIZE,
     ) -> None:
+        self.size = size
         info = BackendInfo(
             backend="test",
             device="test",
@@ -57,7 +63,7 @@ class Place:
             model_name="test",
             model_fingerprint="test",
             num_blocks=32,
-            block_size=SIZE,
+            block_size=size,
             max_model_len=96,
             vocab_size=VOCABULARY,
             eos_token_ids=(),
@@ -112,13 +118,13 @@ class Place:
         batch, moves = self.mirror.apply(output)
         if moves is not None:
             for device, host in moves.swap_out.T.tolist():
-                self.host[host] = output.epoch, output.step, list(self.device.get(device, [-2] * SIZE))
+                self.host[host] = output.epoch, output.step, list(self.device.get(device, [-2] * self.size))
             for host, device in moves.swap_in.T.tolist():
                 self.device[device] = list(self.host[host][2])
         stale = self._pull(output) if isinstance(output, TransferringOutput) else set()
         for new in batch.new_rows:
             self.tokens[new.row] = new.token_ids.tolist()
-            table = batch.block_table[new.row, : -(-new.num_computed_tokens // SIZE)].tolist()
+            table = batch.block_table[new.row, : -(-new.num_computed_tokens // self.size)].tolist()
             self.is_unsound[new.row] = bool(stale.intersection(table))
         drawn = self._run_rows(batch)
         if isinstance(output, TransferringOutput) and output.exports:
@@ -139,10 +145,10 @@ class Place:
         for row, start, count, samples in zip(*(column.tolist() for column in columns), strict=True):
             table, tokens = batch.block_table[row].tolist(), self.tokens[row]
             if not self.is_unsound[row]:
-                held = [self.device[table[place // SIZE]][place % SIZE] for place in range(start)]
+                held = [self.device[table[place // self.size]][place % self.size] for place in range(start)]
                 assert held == tokens[:start], f"row {row} runs on what is not its own"
             for place in range(start, start + count):
-                self.device.setdefault(table[place // SIZE], [-1] * SIZE)[place % SIZE] = tokens[place]
+                self.device.setdefault(table[place // self.size], [-1] * self.size)[place % self.size] = tokens[place]
             if samples:
                 tokens.append(next_token(tokens))
                 drawn.append(0 if self.is_unsound[row] else tokens[-1])
@@ -154,7 +160,8 @@ class Place:
             there = self.pools[pull.pool].host
             for host, step, device in decode_columns(pull.blocks, 3).T.tolist():
                 epoch, written, tokens = there.get(host, (0, 0, []))
-                if (epoch, written) != (pull.epoch, step) or self.is_stale(host):
+                is_wrong = (epoch, written) != (pull.epoch, step) or self.pools[pull.pool].size != self.size
+                if is_wrong or self.is_stale(host):
                     stale.add(device)
                 else:
                     self.device[device] = list(tokens)
@@ -344,6 +351,77 @@ def test_a_stale_row_that_was_preempted_and_swapped_out_meanwhile_is_computed_ag
     mine = [token for token in a.received + b.received if token in expected(prompt, 12)]
     assert mine[:1] == expected(prompt, 1)
     assert b.core.counters.num_stale_pulls == 1
+    assert_all_is_free(a, b)
+
+
+@pytest.mark.parametrize("num_cached_tokens", [0, 2, 4, 8, 10])
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_blocks_of_another_size_are_computed_again(size: int, num_cached_tokens: int) -> None:
+    """Also where the prefix cache has as many blocks as the pool, which hold fewer tokens."""
+    a = places()[0]
+    b = Place("c", a.pools, SchedulerLimits(), size=size)
+    prompt = add(a)
+    leaving(a)
+    request = a.run_until_left()
+    if num_cached_tokens:
+        add(b, num_prompt_tokens=num_cached_tokens, max_tokens=1, origin=Origin(1, 1))
+        run_to_end(b)
+        b.received.clear()
+    b.core.moving.adopt(request)
+    run_to_end(b)
+    assert a.received + b.received == expected(prompt, 12)
+    assert_all_is_free(a, b)
+
+
+def in_its_prompt_with_stored_blocks(a: Place, b: Place) -> list[int]:
+    """``ME`` left ``b`` with two blocks of its prompt, and runs in ``a``, in row 0, which is to pull them."""
+    prompt = add(b, num_prompt_tokens=40)
+    request = b.core.moving.release(ME)
+    assert request is not None
+    books = b.core.swapping.books
+    blocks = books.allocate(2)
+    books.record_writes(blocks, b.core.epoch, 0)
+    request.stored = books.lease(blocks, 2 * SIZE)
+    request.num_swapped_tokens = 2 * SIZE
+    a.core.moving.adopt(request)
+    a.schedule()
+    assert request.row == 0
+    return prompt
+
+
+def test_the_stale_row_of_a_request_that_went_on_elsewhere_is_nobody_elses() -> None:
+    a, b = places(SchedulerLimits(max_num_batched_tokens=8))
+    prompt = in_its_prompt_with_stored_blocks(a, b)
+    request = a.core.moving.release(ME)
+    assert request is not None
+    b.core.moving.adopt(request)
+    b.schedule()
+    other = Origin(0, 2)
+    prompt_of_other = add(a, num_prompt_tokens=40, origin=other)
+    a.schedule()
+    assert [found.row for found in (*a.core.requests(), *b.core.requests())] == [0, 0]
+    a.update()
+    assert [found.row for found in (*a.core.requests(), *b.core.requests())] == [0, 0]
+    run_to_end(a)
+    run_to_end(b)
+    assert a.received == expected(prompt_of_other, 12)
+    assert b.received == expected(prompt, 12)
+    assert_all_is_free(a, b)
+
+
+def test_what_a_lost_executor_was_to_fetch_is_of_no_use_to_who_went_on_elsewhere() -> None:
+    a, b = places(SchedulerLimits(max_num_batched_tokens=8))
+    prompt = in_its_prompt_with_stored_blocks(a, b)
+    request = a.core.moving.release(ME)
+    assert request is not None
+    b.core.moving.adopt(request)
+    b.schedule()
+    a.lose_process(2)
+    assert (request.stored, request.num_swapped_tokens) == (None, 0)
+    for stored in a.core.moving.take_ended_leases():
+        assert b.core.moving.return_lease(stored)
+    run_to_end(b)
+    assert b.received == expected(prompt, 12)
     assert_all_is_free(a, b)
 
 

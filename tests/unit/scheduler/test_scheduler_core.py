@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from headway_proto.columns import decode_column, encode_column, encode_floats
+from headway_proto.framing import MAX_FRAME_BYTES
+from headway_proto.ingress import MAX_REQUEST_TOKENS
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ExecutorOutput, RowError, RowPromptLogprobs
 from headway_scheduler.core.admission.door import RequestRejected
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
+from headway_scheduler.core.state import step_plan
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import Request
@@ -44,6 +47,18 @@ def test_an_error_in_a_chunk_of_a_request_that_left_does_not_end_the_next_one_in
     answer = ExecutorOutput(epoch=0, step=0, errors=(RowError(0, "cannot be run"),), state_digest=digest)
     assert core.update(answer, now=0.0).finished == ()
     assert core.num_running == 1
+
+
+def test_a_step_begins_no_more_rows_than_its_message_can_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of which most is cached cost little of the budget, and all of their tokens are told."""
+    most_tokens = step_plan.MOST_NEW_BYTES // 4 + MAX_REQUEST_TOKENS
+    assert most_tokens * (4 + 4) < MAX_FRAME_BYTES, "with blocks of one token"
+    monkeypatch.setattr(step_plan, "MOST_NEW_BYTES", 100)
+    core = Scheduler(SchedulerLimits(max_steps_in_flight=8), ROOMY)
+    for handle in range(4):
+        core.add_request(request(handle), now=0.0)
+    steps = [core.schedule(now=0.0), core.schedule(now=0.0)]
+    assert [step and [new.row for new in step.scheduled_new_reqs] for step in steps] == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,52 @@ def test_draining_refuses_new_requests_and_finishes_the_accepted(world: World) -
     assert refused.end.reason == ingress.REJECT_UNAVAILABLE
 
 
+def break_link(world: World) -> None:
+    (link,) = world.engine.gateways.links()
+    world.engine.gateway_frame(link.peer, b"damaged", world.now)
+    assert not world.engine.live
+
+
+def test_who_was_accepted_before_a_drain_ends_although_its_link_is_lost(world: World) -> None:
+    accepted = [
+        submit(world, msgspec.structs.replace(GOOD, handle=number, request_id=f"r{number}", max_tokens=60))
+        for number in range(1, 7)
+    ]
+    world.run_until(lambda: len(accepted[0].tokens) > 3, 5)
+    assert not accepted[-1].tokens, "it waits"
+    call(world, "drain")
+    break_link(world)
+    assert world.engine.num_unfinished == 6, "a process that is to stop goes on"
+    refused = submit(world, msgspec.structs.replace(GOOD, handle=7, request_id="r7"))
+    world.run_until(lambda: all(sequence.end is not None for sequence in (*accepted, refused)), 20)
+    assert all(isinstance(sequence.end, Finished) and len(sequence.tokens) == 60 for sequence in accepted)
+    assert isinstance(refused.end, Rejected)
+    assert world.engine.num_unfinished == 0
+
+
+def test_a_drain_does_not_wait_long_for_a_gateway_that_is_gone(world: World) -> None:
+    submit(world, msgspec.structs.replace(GOOD, max_tokens=90))
+    world.run_until(lambda: len(world.engine.live) == 1, 5)
+    call(world, "drain")
+    world.restart_gateway(0)
+    break_link(world)
+    lost_at = world.now
+    assert world.engine.num_unfinished == 1
+    world.run_until(lambda: not world.engine.num_unfinished, 10)
+    assert 2.9 < world.now - lost_at < 3.5
+
+
+def test_who_was_accepted_before_a_drain_and_before_an_executor_ends() -> None:
+    world = World(LIMITS, CONFIG, num_gateways=1, seed=1)
+    world.kill_executor(0)
+    accepted = submit(world, GOOD)
+    world.run_until(lambda: len(world.engine.early) == 1, 5)
+    call(world, "drain")
+    world.start_executor(0)
+    world.run_until(lambda: accepted.end is not None, 10)
+    assert isinstance(accepted.end, Finished)
+
+
 def test_a_failing_row_ends_that_request_alone() -> None:
     config = msgspec.structs.replace(CONFIG, options={**CONFIG.options, "nan_row_token": "96"})
     world = World(LIMITS, config, num_gateways=1, seed=2)

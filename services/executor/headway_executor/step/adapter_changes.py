@@ -42,6 +42,8 @@ class AdapterChanges:
         self._wake = wake
         self._beside = beside
         self._asked: deque[tuple[AdapterChange, _Making]] = deque()
+        self._loaded: dict[str, LoadedAdapter] = {}
+        """By name: what was loaded when asked for, and not unloaded since."""
         self._awaited: Future[Any] | None = None
         """By the first one, which is under way; None: nothing."""
 
@@ -82,7 +84,12 @@ class AdapterChanges:
 
     def _made(self, change: AdapterChange) -> _Making:
         backend = taking_adapters(self._backend)
+        loaded = self._loaded.get(change.name)
+        if loaded is not None and change.fingerprint == loaded.fingerprint:
+            # The scheduler asks again with each epoch. Nothing is read: the files may have gone, or be others by now.
+            return AdapterChanged(change.number, loaded)
         if not change.directory:
+            self._loaded.pop(change.name, None)
             yield from _settled(backend.unload_adapter(change.name))
             return AdapterChanged(change.number)
         reading = self._beside(lambda: backend.read_adapter(change.name, change.directory))
@@ -95,6 +102,8 @@ class AdapterChanges:
                 f"of {change.fingerprint}",
             )
         loaded = yield from _settled(backend.load_adapter(read))
+        if loaded is not None:
+            self._loaded[change.name] = loaded
         return AdapterChanged(change.number, loaded)
 
 

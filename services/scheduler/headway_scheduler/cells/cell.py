@@ -39,6 +39,9 @@ from headway_scheduler.placement.transit import Transit
 LEAST_STEP_TOKENS = 8
 """Smaller steps are tried down to this size before a request is blamed for a lack of memory."""
 
+MOST_STEPS_OF_EPOCH = (1 << 31) - (1 << 25)
+"""Then another begins. Columns of int32 hold the numbers of steps, also of steps to come: as many as a request has tokens."""
+
 USED_WRONG_BLOCKS = "it has used blocks of an executor that was in another state"
 """Why an epoch begins whose executor did nothing wrong."""
 
@@ -270,6 +273,8 @@ class Cell:
         self.schedule_steps(now)
         self._serving.statistics.count_answer(events, event.output.device_time_us, now, self.number)
         self._serving.deliver(events, now)
+        if calls.core.next_step >= MOST_STEPS_OF_EPOCH:
+            self.on_events(self.link.reopen("its steps are numbered anew", now), now)
 
     def _on_epoch(self, event: EpochOpened, now: float) -> None:
         info, notices = event.info, self._serving.notices

@@ -74,10 +74,12 @@ class EarlySubmissions:
         if submit is not None:
             self._num_bytes -= len(submit.token_ids)
 
-    def remove_owner(self, owner: int) -> None:
-        """Remove one link's submissions."""
-        for origin in [origin for origin in self._submits if origin.owner == owner]:
+    def take_of_owner(self, owner: int) -> list[Submit]:
+        """Remove and return one link's submissions."""
+        found = {origin: submit for origin, submit in self._submits.items() if origin.owner == owner}
+        for origin in found:
             self.remove(origin)
+        return list(found.values())
 
     def take(self) -> list[tuple[int, Submit]]:
         """Remove all; return (owner, submission) by arrival."""

@@ -93,7 +93,7 @@ class Admission:
         """Start waiting requests in order until one is refused, only those that go ``before`` a running prompt."""
         books: Books | None = None
         self.refused = None
-        while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
+        while not plan.short_of_blocks and plan.may_start_more:
             first = self._next_to_start(plan.now)
             if first is None:
                 return
@@ -180,7 +180,7 @@ class Admission:
         offloaded = NO_BLOCKS
         if self._offloads:
             offloaded = self._prefixes.find_offloaded(request, token_bytes, len(shared), most_blocks)
-        num_kept_tokens = request.num_swapped_tokens
+        num_kept_tokens = self._epoch.swapping.num_kept_tokens(request)
         start = max((len(shared) + len(offloaded)) * rows.block_size, num_kept_tokens)
         if self._prefix_wait.waits(plan, request, start, most_blocks):
             return Refused(Reason.PREFIX, request)

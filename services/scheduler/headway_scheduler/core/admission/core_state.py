@@ -59,6 +59,10 @@ class CoreState:
         self.capacity = capacity
         self.max_request_tokens = capacity.max_request_tokens
 
+    def has(self, request: Request) -> bool:
+        """Whether a request of a step in flight is still here: it may have ended, or run in another core, in a row of that."""
+        return self.requests.get(request.new.origin) is request
+
     def count_surplus(self, num_tokens: int) -> None:
         """Count computed tokens that nobody wants."""
         if num_tokens:

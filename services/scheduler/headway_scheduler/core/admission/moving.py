@@ -148,7 +148,7 @@ class Moving:
             request = fetched.request
             if fetched.stored is None:
                 continue
-            if request.status is RequestStatus.FINISHED or request.stored is not None:
+            if not self._state.has(request) or request.stored is not None:
                 swapping.transfers.end(fetched.stored)
             else:
                 request.stored = fetched.stored

@@ -90,6 +90,15 @@ class Swapping:
             self._in.append((host_blocks[num_shared:], table[num_shared : len(host_blocks)]))
         self._give_up(request)
 
+    def num_kept_tokens(self, request: Request) -> int:
+        """The tokens of a request in blocks outside of the device, as far as blocks of this size can have them.
+
+        An executor with larger blocks names fewer than are needed here. None of them can be read, which the executor tells of
+        each that it is asked for; so no token may count whose block is not asked for.
+        """
+        blocks = request.host_blocks if request.stored is None else request.stored.host_blocks
+        return min(request.num_swapped_tokens, len(blocks) * self._block_size)
+
     def forget(self, request: Request) -> None:
         """Release the host blocks of an ended request."""
         if request.stored is not None:

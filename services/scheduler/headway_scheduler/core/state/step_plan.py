@@ -17,6 +17,9 @@ from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.step_shape import StepShape
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
 
+MOST_NEW_BYTES = 1 << 26
+"""Of the tokens of new requests in a step. With those of one more, and the blocks of all, the message is still a frame."""
+
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefillChunk:
@@ -76,6 +79,7 @@ class StepPlan:
         "now",
         "num_chunk_tokens",
         "num_completing",
+        "num_new_bytes",
         "num_promised_blocks",
         "num_speculative_tokens",
         "pooled",
@@ -95,6 +99,8 @@ class StepPlan:
         self.exceptions: list[tuple[int, int]] = []
         """(row, tokens) of prompts, unless it is what a row of the step runs anyway."""
         self.new_requests: list[NewRequest] = []
+        self.num_new_bytes = 0
+        """Of their tokens in the message."""
         self.adapters: list[RowAdapter] = []
         """Those of new requests that have one."""
         self.pooled: list[tuple[int, int]] = []
@@ -118,9 +124,15 @@ class StepPlan:
         self._block_rows: list[RowIndices] = []
         self._block_ids: list[BlockIndices] = []
 
+    @property
+    def may_start_more(self) -> bool:
+        """Whether the step may begin another row, and its message still be one that the executor takes."""
+        return len(self.new_requests) < self.max_new_requests and self.num_new_bytes < MOST_NEW_BYTES
+
     def add_request(self, request: Request, new: NewRequest) -> None:
         """Begin a row, with the request's adapter and pooling."""
         self.new_requests.append(new)
+        self.num_new_bytes += len(new.token_ids)
         if request.new.adapter:
             self.adapters.append(RowAdapter(new.row, request.new.adapter))
         if request.new.pooling:

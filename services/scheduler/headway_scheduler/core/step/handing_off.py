@@ -59,7 +59,7 @@ class HandingOff:
         assert step.transfers is not None
         for fetched in step.transfers.fetched:
             request = fetched.request
-            if fetched.row not in stale or request.status is RequestStatus.FINISHED:
+            if fetched.row not in stale or not self._state.has(request):
                 continue
             self._state.counters.num_stale_pulls += 1
             if fetched.stored is None:
