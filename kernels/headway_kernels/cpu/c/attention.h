@@ -52,14 +52,14 @@ typedef struct {
 int64_t block_floats(const attention_shape *shape);
 static inline int64_t bytes_of_number(const attention_shape *shape) { return shape->form == KV_FLOAT32 ? 4 : 2; }
 
-/* Query heads that one task takes together, and how many such parts a group of query heads has. */
-static inline int64_t heads_per_part(const attention_shape *shape) {
-    int64_t group = shape->num_heads / shape->num_kv_heads;
-    return group < TILE_ROWS ? group : TILE_ROWS;
-}
+/* How many parts a group of query heads has, and the heads of each but perhaps the last, which one task takes together:
+ * parts are as equal as can be, because a task of few heads uses its registers badly. */
 static inline int64_t parts_per_head(const attention_shape *shape) {
-    int64_t group = shape->num_heads / shape->num_kv_heads;
-    return (group + heads_per_part(shape) - 1) / heads_per_part(shape);
+    return (shape->num_heads / shape->num_kv_heads + TILE_ROWS - 1) / TILE_ROWS;
+}
+static inline int64_t heads_per_part(const attention_shape *shape) {
+    const int64_t parts = parts_per_head(shape);
+    return (shape->num_heads / shape->num_kv_heads + parts - 1) / parts;
 }
 /* Tokens of one row that one task takes together at most. */
 static inline int64_t tokens_per_tile(const attention_shape *shape) { return TILE_ROWS / heads_per_part(shape); }
