@@ -468,7 +468,7 @@ BAD = {
     "no prompts": ({"prompt": []}, "prompt"),
     "empty ids": ({"prompt": [[]]}, "prompt[0]"),
     "one of several prompts": ({"prompt": ["x", ""]}, "prompt[1]"),
-    "one of several prompts that is too long": ({"prompt": ["x", "y", "z " * 2000]}, "prompt[2]"),
+    "one of several prompts that is too long": ({"prompt": ["x", "y", "z " * 45_000]}, "prompt[2]"),
     "an id of one of several prompts": ({"prompt": [[1], [2, -1]]}, "prompt[1][1]"),
     "mixed": ({"prompt": [1, "x"]}, "prompt"),
     "ids over the vocabulary": ({"prompt": [1, 2, 1 << 30]}, "prompt[2]"),

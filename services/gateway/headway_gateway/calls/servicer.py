@@ -87,8 +87,9 @@ class GenerationServicer(api_grpc.GenerationServicer):
         request: api.GenerateRequest,
         context: CallContext,
         write: Callable[[api.GenerateResponse], Awaitable[None]],
+        once_checked: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """Run one generation and ``write`` its events.
+        """Run one generation and ``write`` its events. ``once_checked`` is awaited before any of it runs.
 
         Raises:
             CallRefusedError: the call ends without all its events.
@@ -96,7 +97,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         arrived_at = time.monotonic()
         with self._begin_trace("Generate", context, arrived_at) as trace:
             async with self.streams.one_more(context):
-                await self._generate(request, OpenCall(context, write, trace, arrived_at))
+                await self._generate(request, OpenCall(context, write, trace, arrived_at), once_checked)
 
     async def Embed(self, request: api.EmbedRequest, context: CallContext) -> api.EmbedResponse:  # noqa: N802
         async with self._open_batch("Embed", context) as (trace, model):
@@ -192,7 +193,9 @@ class GenerationServicer(api_grpc.GenerationServicer):
             return _UNTRACED
         return self._tracing.begin(method, context.peer(), context.invocation_metadata() or (), arrived_at)
 
-    async def _generate(self, request: api.GenerateRequest, call: OpenCall) -> None:
+    async def _generate(
+        self, request: api.GenerateRequest, call: OpenCall, once_checked: Callable[[], Awaitable[object]] | None
+    ) -> None:
         model = await self.serving_model(for_new_work=True)
         require_generates(model, "Generate")
         checked = check_request(request, model)
@@ -215,6 +218,8 @@ class GenerationServicer(api_grpc.GenerationServicer):
                     end_ids=checked.end_ids(model),
                     beginning=beginning,
                 )
+                if once_checked is not None:
+                    await once_checked()
                 await generation.run()
                 if self._load_report is not None:
                     call.context.set_trailing_metadata((trailer_of(self._load_report(), **generation.cost()),))

@@ -150,15 +150,18 @@ async def run(
     context: CallContext,
     requests: Sequence[tuple[api.GenerateRequest, Write, Names]],
 ) -> None:
-    """Run all requests at once; the first failure ends the others. Each comes with the caller's names of its fields.
+    """Run all requests at once, none before all are checked; the first failure ends the others. Each comes with the caller's
+    names of its fields.
 
     Raises:
         CallRefusedError: in the caller's field names.
     """
+    all_are_checked = asyncio.Barrier(len(requests))
 
     async def one(request: api.GenerateRequest, write: Write, names: Names) -> None:
         try:
-            await generation.generate(request, context, write)
+            # Else a stream of one could begin, with status 200, before another is refused.
+            await generation.generate(request, context, write, all_are_checked.wait)
         except CallRefusedError as refusal:
             raise renamed(refusal, names) from refusal
 
