@@ -222,9 +222,7 @@ class Attention:
         if self.clip is not None and self.clips_normed:
             qkv.clamp_(-self.clip, self.clip)
         if self.rope is not None:
-            # Rows of latent attention may be narrower than heads; channels that are not rotated are times 1.
-            rotation = rotations[self.rope][..., : self.shape.head_dim // 2]
-            rotate_(heads[:, : self.num_rotated, : 2 * rotation.shape[-1]], rotation)
+            rotate_(heads[:, : self.num_rotated], rotations[self.rope])
         if self.qk_norm is not None and self.norms_rotated:
             heads.copy_(self.qk_norm(heads))
         index = None

@@ -65,12 +65,11 @@ class KeyIndex:
     num_chosen: int
 
     def __call__(self, hidden: Tensor, rotation: Tensor) -> IndexedTokens:
-        """Of ``hidden``, ``[tokens, hidden]``; ``rotation``: of heads with at least as many channels, see ``rotate_``."""
+        """Of ``hidden``, ``[tokens, hidden]``; ``rotation``: see ``rotate_``."""
         num_heads = len(self.weights)
         keys = self.keys(hidden)
         queries = self.queries(self.compress(hidden)).view(len(hidden), num_heads, keys.shape[1])
-        own = rotation[..., : keys.shape[1] // 2]
-        rotate_(queries, own)
-        rotate_(keys[:, None], own)
+        rotate_(queries, rotation)
+        rotate_(keys[:, None], rotation)
         weights = functional.linear(hidden.float(), self.weights) * (num_heads * keys.shape[1]) ** -0.5
         return IndexedTokens(queries, weights, keys, self.num_chosen)

@@ -47,9 +47,11 @@ def table_of(rotary: Rotary, num_positions: int) -> Tensor:
 def rotate_(heads: Tensor, rotation: Tensor) -> None:
     """Rotate ``heads`` in place, in float32.
 
-    ``heads`` floating, ``[tokens, heads, head_dim]``, pairs interleaved, any row stride; ``rotation`` complex64,
-    ``[tokens, 1, head_dim // 2]``.
+    ``heads`` floating, ``[tokens, heads, head_dim]``, pairs interleaved, any row stride; ``rotation`` complex64, ``[tokens, 1,
+    pairs]``. Pairs of heads beyond those of the rotation stay as they are, and the other way round.
     """
+    rotation = rotation[..., : heads.shape[-1] // 2]
+    heads = heads[..., : 2 * rotation.shape[-1]]
     paired = (*heads.shape[:-1], -1, 2)
     if heads.dtype == torch.float32:
         torch.view_as_complex(heads.view(paired)).mul_(rotation)

@@ -68,13 +68,18 @@ class GenerationParts(NamedTuple):
     slow_client_s: float
 
 
+async def at_once() -> None:
+    """Wait for nothing."""
+
+
 class OpenCall(NamedTuple):
-    """One Generate call. ``write`` sends an event."""
+    """One Generate call. ``write`` sends an event; ``once_checked`` is awaited before anything runs."""
 
     context: CallContext
     write: Callable[[api.GenerateResponse], Awaitable[None]]
     trace: RequestTrace
     arrived_at: float
+    once_checked: Callable[[], Awaitable[object]] = at_once
 
 
 class Prompt(NamedTuple):

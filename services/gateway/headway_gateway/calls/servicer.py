@@ -12,7 +12,7 @@ import structlog
 
 from headway_gateway.calls.batch_calls import BatchCalls, num_scored_tokens
 from headway_gateway.calls.call_context import CallContext
-from headway_gateway.calls.generation import Generation, GenerationParts, OpenCall, Prompt
+from headway_gateway.calls.generation import Generation, GenerationParts, OpenCall, Prompt, at_once
 from headway_gateway.calls.open_streams import OpenStreams
 from headway_gateway.calls.pacing import WritePace
 from headway_gateway.calls.tenant_rates import TenantRates
@@ -87,7 +87,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         request: api.GenerateRequest,
         context: CallContext,
         write: Callable[[api.GenerateResponse], Awaitable[None]],
-        once_checked: Callable[[], Awaitable[object]] | None = None,
+        once_checked: Callable[[], Awaitable[object]] = at_once,
     ) -> None:
         """Run one generation and ``write`` its events. ``once_checked`` is awaited before any of it runs.
 
@@ -97,7 +97,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         arrived_at = time.monotonic()
         with self._begin_trace("Generate", context, arrived_at) as trace:
             async with self.streams.one_more(context):
-                await self._generate(request, OpenCall(context, write, trace, arrived_at), once_checked)
+                await self._generate(request, OpenCall(context, write, trace, arrived_at, once_checked))
 
     async def Embed(self, request: api.EmbedRequest, context: CallContext) -> api.EmbedResponse:  # noqa: N802
         async with self._open_batch("Embed", context) as (trace, model):
@@ -193,9 +193,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             return _UNTRACED
         return self._tracing.begin(method, context.peer(), context.invocation_metadata() or (), arrived_at)
 
-    async def _generate(
-        self, request: api.GenerateRequest, call: OpenCall, once_checked: Callable[[], Awaitable[object]] | None
-    ) -> None:
+    async def _generate(self, request: api.GenerateRequest, call: OpenCall) -> None:
         model = await self.serving_model(for_new_work=True)
         require_generates(model, "Generate")
         checked = check_request(request, model)
@@ -218,8 +216,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
                     end_ids=checked.end_ids(model),
                     beginning=beginning,
                 )
-                if once_checked is not None:
-                    await once_checked()
+                await call.once_checked()
                 await generation.run()
                 if self._load_report is not None:
                     call.context.set_trailing_metadata((trailer_of(self._load_report(), **generation.cost()),))
