@@ -86,9 +86,9 @@ def deep(*cases):
     "family",
     [
         "gpt2",
-        "laguna",
-        "granitehybrid",
         *deep(
+            "laguna",
+            "granitehybrid",
             "gemma2",
             "opt-350m",
             "cohere2",
@@ -109,9 +109,13 @@ def test_stages_give_the_bits_of_one_device(family, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"dtype": "bfloat16"},
         {"options": {"rank_transport": "gloo"}},
-        *deep({"quantization": "int4"}, {"kv_cache_dtype": "fp8"}, {"options": {"rank_transport": "zmq"}}),
+        *deep(
+            {"dtype": "bfloat16"},
+            {"quantization": "int4"},
+            {"kv_cache_dtype": "fp8"},
+            {"options": {"rank_transport": "zmq"}},
+        ),
     ],
     ids=str,
 )
@@ -126,10 +130,10 @@ def test_so_they_do_with_other_settings(settings, tmp_path):
     ("family", "stages_too"),
     [
         ("llama3", True),
-        ("qwen2_moe", False),
         *(
-            pytest.param(family, family != "gemma4-shared", marks=pytest.mark.deep)
+            pytest.param(family, family not in ("gemma4-shared", "qwen2_moe"), marks=pytest.mark.deep)
             for family in (
+                "qwen2_moe",
                 *("gemma2", "gpt2", "cohere2", "qwen3-bias", "gpt_neox", "falcon-40b", "phi3", "nanochat", "opt-350m"),
                 *("apertus", "starcoder2", "smollm3", "granite", "mixtral", "gpt_oss", "llama4", "afmoe", "phimoe"),
                 *("deepseek_v3", "laguna", "mimo_v2", "gemma4-shared"),
@@ -151,10 +155,10 @@ def test_devices_that_compute_layers_together_draw_the_tokens_of_one(family, sta
     ("family", "names", "kind", "most_recorded", "degrees"),
     [
         ("llama-bias", ("all", "back"), Recorded, 512, (2, 1)),
-        ("llama-bias", ("back", "all"), Recorded, 512, (1, 2)),
         *(
             pytest.param(*case, marks=pytest.mark.deep)
             for case in (
+                ("llama-bias", ("back", "all"), Recorded, 512, (1, 2)),
                 ("llama-bias", ("back", "all"), TritonBackend, 8, (2, 1)),
                 ("qwen2_moe", ("stacks", "down"), TritonBackend, 512, (2, 1)),
                 ("qwen2_moe", ("apart", "gate_up"), TritonBackend, 8, (2, 2)),
@@ -239,7 +243,7 @@ def test_so_they_do_with_parts_of_the_codes_of_a_checkpoint(kind, tmp_path):
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
 
 
-@pytest.mark.parametrize("kind", [Late, Recorded])
+@pytest.mark.parametrize("kind", [pytest.param(Late, marks=pytest.mark.deep), Recorded])
 def test_so_they_do_as_on_a_device(kind, tmp_path):
     make_checkpoint(tmp_path, "llama3")
     several, one = (InlineGroup(pipeline_parallel=count, kind=kind) for count in (3, 1))
