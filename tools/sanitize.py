@@ -142,7 +142,10 @@ class Sanitized:
         )
         self.leaves = sanitizer.leaves
         self.lacking: list[str] = []
-        self._compile(build.read_sources(build.SOURCES) | {"shims.c": SHIMS.encode()}, package / "cpu")
+        # Beside the others: a library that is compiled of other sources than lie there is refused.
+        sources = package / "cpu" / build.SOURCES.name
+        (sources / "shims.c").write_text(SHIMS)
+        self._compile(build.read_sources(sources), package / "cpu")
 
     def _compile(self, sources: dict[str, bytes], destination: Path) -> None:
         version = build.compiler_version()
