@@ -59,6 +59,19 @@ def step_figures(num_running: int, policies: str) -> tuple[Figure, Figure]:
     )
 
 
+def rate_figures(what: str, model: str, all_rows: tuple[int, ...]) -> tuple[Figure, ...]:
+    """Tokens per second of decodes and of prompts of one ``model`` of a benchmark that compares two, by number of rows."""
+    return tuple(
+        Figure(
+            f"{what}, {kind} tokens/s, {rows} rows",
+            lambda result, place=place, kind=kind: result["results"][place][f"{model}_{kind}_rate"],
+            is_rate=True,
+        )
+        for place, rows in enumerate(all_rows)
+        for kind in ("decode", "prompt")
+    )
+
+
 WORKS = {
     "scheduler": Work(
         ("scheduler_step.py", "--running", "256,4096", "--waiting", "0", "--rounds", "4", "--output"),
@@ -92,27 +105,11 @@ WORKS = {
     ),
     "latent": Work(
         ("latent.py", "--rows", "1,8", "--rounds", "2", "--json"),
-        tuple(
-            Figure(
-                f"latent attention, {kind} tokens/s, {rows} rows",
-                lambda result, place=place, kind=kind: result["results"][place][f"latent_{kind}_rate"],
-                is_rate=True,
-            )
-            for place, rows in enumerate((1, 8))
-            for kind in ("decode", "prompt")
-        ),
+        rate_figures("latent attention", "latent", (1, 8)),
     ),
     "experts": Work(
         ("experts.py", "--rows", "1,8,32", "--rounds", "3", "--json"),
-        tuple(
-            Figure(
-                f"mixture, {kind} tokens/s, {rows} rows",
-                lambda result, place=place, kind=kind: result["results"][place][f"mixture_{kind}_rate"],
-                is_rate=True,
-            )
-            for place, rows in enumerate((1, 8, 32))
-            for kind in ("decode", "prompt")
-        ),
+        rate_figures("mixture", "mixture", (1, 8, 32)),
     ),
 }
 

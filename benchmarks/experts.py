@@ -10,20 +10,14 @@ the best round counts. Decode steps of few rows read more weights in the mixture
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
-from headway_executor.models.families import read_model_config
-from headway_executor.models.tensor_shapes import expected_tensors
 from program import count, counts, parser_of, provenance, write_result
-from ranks import BLOCK_SIZE, PROMPT, best, time_steps
+from ranks import BLOCK_SIZE, PROMPT, best, time_steps, write_random
 
 
 def write_models(directory: Path, arguments: argparse.Namespace) -> dict[str, Path]:
@@ -48,17 +42,7 @@ def write_models(directory: Path, arguments: argparse.Namespace) -> dict[str, Pa
     }
     dense = {"architectures": ["Qwen3ForCausalLM"], "intermediate_size": arguments.chosen * arguments.inner}
     configs = {"mixture": common | mixture, "dense": common | dense}
-    return {name: _written(directory / name, config, arguments.seed) for name, config in configs.items()}
-
-
-def _written(directory: Path, config: dict[str, object], seed: int) -> Path:
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(seed)
-    shapes = expected_tensors(read_model_config(directory))
-    tensors = {name: (torch.randn(shape) * shape[-1] ** -0.5).bfloat16() for name, shape in shapes.items()}
-    save_file(tensors, directory / "model.safetensors")
-    return directory
+    return {name: write_random(directory / name, config, arguments.seed) for name, config in configs.items()}
 
 
 def opened(model: Path, arguments: argparse.Namespace) -> TorchBackend:

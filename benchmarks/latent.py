@@ -11,23 +11,20 @@ the rows: with 8,192, one row has a context of 8,192 and each of eight one of 1,
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.models.compiled_loading import compiled_layout
 from headway_executor.models.families import read_model_config
 from headway_executor.models.part import whole
-from headway_executor.models.tensor_shapes import expected_tensors
 from headway_kernels.cpu.library import load_library
 from program import count, counts, parser_of, provenance, write_result
-from ranks import BLOCK_SIZE, best, time_steps
+from ranks import BLOCK_SIZE, best, time_steps, write_random
 
 SHAPES = {
     "minicpm3": {
@@ -79,17 +76,7 @@ def write_models(directory: Path, arguments: argparse.Namespace) -> dict[str, Pa
         "latent": common | shape | latent,
         "plain": common | shape | {"architectures": ["LlamaForCausalLM"], "head_dim": head_dim},
     }
-    return {name: _written(directory / name, config, arguments.seed) for name, config in configs.items()}
-
-
-def _written(directory: Path, config: dict[str, object], seed: int) -> Path:
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
-    torch.manual_seed(seed)
-    shapes = expected_tensors(read_model_config(directory))
-    tensors = {name: (torch.randn(shape) * shape[-1] ** -0.5).bfloat16() for name, shape in shapes.items()}
-    save_file(tensors, directory / "model.safetensors")
-    return directory
+    return {name: write_random(directory / name, config, arguments.seed) for name, config in configs.items()}
 
 
 def opened(model: Path, arguments: argparse.Namespace) -> TorchBackend:

@@ -99,9 +99,14 @@ def write_model(directory: Path, arguments: argparse.Namespace) -> Path:
         "max_position_embeddings": 1024,
         "eos_token_id": 0,
     }
+    return write_random(directory, config, arguments.seed)
+
+
+def write_random(directory: Path, config: dict[str, Any], seed: int) -> Path:
+    """Write a model with this config.json and random weights that bfloat16 holds."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(arguments.seed)
+    torch.manual_seed(seed)
     shapes = expected_tensors(read_model_config(directory))
     tensors = {name: (torch.randn(shape) * shape[-1] ** -0.5).bfloat16() for name, shape in shapes.items()}
     save_file(tensors, directory / "model.safetensors")

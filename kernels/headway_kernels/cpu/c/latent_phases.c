@@ -2,7 +2,8 @@
 
 #define BYTES_OF_PACKED 8 /* the most that an input takes, in any form */
 
-/* A product of each head with weights of its own. Rows are `stride` apart, heads `from_head` and `out_head`. */
+/* A product of each head with weights of its own. Rows lie `from_stride` and `out_stride` apart, heads `from_head` and
+ * `out_head`. */
 typedef struct {
     const pass *now;
     linear *const *with;

@@ -24,7 +24,7 @@ from headway_executor.models.eager_loading import load_eager
 from headway_executor.models.forward import ForwardPass
 from headway_executor.models.kv_layout import KvLayout, vectors_layout
 from headway_executor.models.model_settings import ModelSettings, require_head, require_head_of_draft
-from headway_executor.models.part import ModelPart, part_of
+from headway_executor.models.part import ModelPart, part_of, whole
 from headway_executor.models.pool_sizes import pool_sizes
 from headway_executor.models.recurrence import RowStates
 from headway_executor.models.rope import interleaved
@@ -154,7 +154,7 @@ def draft_block_bytes(config: BackendConfig, draft: ModelSettings, dtype: torch.
     """Bytes of one of the draft model's blocks."""
     own = msgspec.structs.replace(config, place=ALONE, warn=lambda _: None)
     library = _kernels(own, draft.model_config, dtype, device)
-    return _layout(own, draft._replace(dtype=dtype), part_of(draft.model_config, ALONE), library).block_bytes
+    return _layout(own, draft._replace(dtype=dtype), whole(draft.model_config), library).block_bytes
 
 
 def _layout(config: BackendConfig, settings: ModelSettings, part: ModelPart, library: CpuLibrary | None) -> KvLayout:

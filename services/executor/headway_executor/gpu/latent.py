@@ -2,7 +2,7 @@
 
 Owns: expanding compressed rows, their memory. Must not know: rotation, attention, files.
 
-As in ``models/latent.py``, keys and values are expanded before they are stored.
+Keys and values are expanded before they are stored, other than in ``models/latent.py``.
 """
 
 import torch

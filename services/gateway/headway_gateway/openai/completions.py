@@ -327,11 +327,12 @@ class Completions:
     ) -> list[PromptReader]:
         num_each = 1 if body.n is None else body.n
         readers = [PromptReader(body, place * num_each, sink, tally) for place in range(len(requests))]
+        of_constraint = tuple(constraint_names(body))
         await run(
             self._generation,
             call,
             [
-                (request, reader.write, (*constraint_names(body), *completion_names(body, place)))
+                (request, reader.write, (*of_constraint, *completion_names(body, place)))
                 for place, (request, reader) in enumerate(zip(requests, readers, strict=True))
             ],
         )
