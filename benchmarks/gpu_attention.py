@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_stepping import BLOCK_SIZE
+from headway_executor.gpu.attention import groups_of
 from headway_executor.gpu.chunk_library import sizes_of
 from headway_executor.memory.kv_pool import CODES
 from headway_executor.models.config import ModelConfig
@@ -39,12 +40,13 @@ class AttentionLoad:
         self._context = context
         blocks_each = -(-context // BLOCK_SIZE)
         num_blocks = batch * blocks_each
-        shape = (num_blocks, 2 * config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        attention = config.attention
+        shape = (num_blocks, attention.num_vectors, BLOCK_SIZE, attention.vector_dim)
         pool = torch.randn(shape, dtype=dtype, device=device)
         self._pool = kv_codes.encoded(pool) if kv_cache_dtype == CODES else pool
-        width = config.num_heads * config.head_dim
-        self._query = torch.randn(batch * num_queries, width, dtype=dtype, device=device)
-        self.out: Tensor = torch.empty_like(self._query)
+        num_tokens, num_heads = batch * num_queries, attention.num_heads
+        self._query = torch.randn(num_tokens, num_heads * attention.vector_dim, dtype=dtype, device=device)
+        self.out: Tensor = torch.empty(num_tokens, num_heads * attention.summed_dim, dtype=dtype, device=device)
         plan = torch.zeros(2, batch, dtype=torch.int32, device=device)
         self._rows = AttentionRows(
             rows=torch.arange(batch, dtype=torch.int32, device=device),
@@ -56,21 +58,23 @@ class AttentionLoad:
             splits_per_item=torch.ones(1, dtype=torch.int32, device=device),
             tokens_per_tile=1,
         )
-        self._workspace = AttentionWorkspace.allocate(batch, config.num_heads, config.head_dim, device)
+        self._workspace = AttentionWorkspace.allocate(batch, num_heads, attention.summed_dim, device)
 
     def launching(self, tuning: AttentionTuning) -> Callable[[], None]:
         """Plan for some tiles; return what launches them."""
-        config = self._config
-        rows = replace(self._rows, tokens_per_tile=tokens_per_tile(config.num_heads, config.num_kv_heads, tuning))
-        plan_attention(rows, config.num_kv_heads)
+        attention = self._config.attention
+        num_groups = groups_of(attention, tuning)
+        rows = replace(self._rows, tokens_per_tile=tokens_per_tile(attention.num_heads, num_groups, tuning))
+        plan_attention(rows, num_groups)
         return lambda: paged_attention(
             self._query,
             self._pool,
             self.out,
             rows,
             self._workspace,
-            num_kv_heads=config.num_kv_heads,
-            scale=config.head_dim**-0.5,
+            num_kv_heads=num_groups,
+            num_shared=attention.num_shared,
+            scale=attention.head_dim**-0.5,
             has_decodes=self._num_queries == 1,
             has_chunks=self._num_queries > 1,
             tuning=tuning,

@@ -5,8 +5,8 @@ Owns: counting, the line of a table. Must not know: how a step is run, or how th
 A floor is the sum over a step's phases: products of the layers, experts, states, attention, head. Each layer's phase
 needs what the one before it gives, so they cannot share the device. A phase takes at least the larger of its bytes over the
 bandwidth and its operations over the rate of large products. Weights and each row's keys and values are read once, of
-experts as many as tokens reach that choose at random; operations are two per weight and token, and four per head
-component and visible position. The state of a row is read and written once, with seven operations per number and token:
+experts as many as tokens reach that choose at random; operations are two per weight and token, and two per visible position
+and channel of a head's key and of its value. Latent attention reads a row for all heads, which is both. The state of a row is read and written once, with seven operations per number and token:
 those of the delta rule, in which a state shrinks, answers a key, takes up a value and answers a query. With fp8 weights,
 products of many tokens are counted at the rate of 8-bit floats.
 """
@@ -76,7 +76,7 @@ class Line:
 
 def kv_bytes_of_token(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: str) -> int:
     """Of keys and values in all layers, as the ``triton`` backend stores them."""
-    return vectors_layout(config, whole(config), 1, dtype, kv_cache_dtype, expands=True).block_bytes
+    return vectors_layout(config, whole(config), 1, dtype, kv_cache_dtype).block_bytes
 
 
 class Floors:
@@ -119,7 +119,8 @@ class Floors:
     def phases(self, contexts: list[int], chunk: int = 0) -> list[Phase]:
         """Return those of a step of decodes after ``contexts`` positions each, and one chunk of a new prompt."""
         num_rows, num_tokens = len(contexts) + bool(chunk), len(contexts) + chunk
-        per_pair = 4 * self._config.num_heads * self._config.head_dim * self._num_attending
+        attention = self._config.attention
+        per_pair = 2 * attention.num_heads * (attention.vector_dim + attention.summed_dim) * self._num_attending
         reached = self._num_in_experts * (1 - (1 - self._chosen) ** num_tokens)
         multiplied = self._num_in_experts * self._chosen
         is_float8 = self._rounds_inputs and num_tokens > MOST_FEW_TOKENS

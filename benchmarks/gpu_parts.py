@@ -20,16 +20,18 @@ from gpu_device import Device
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu import attention as of_attention
 from headway_executor.gpu import decoder as of_decoder
+from headway_executor.gpu import latent as of_latent
 from headway_executor.gpu.attention import DeviceAttention
 from headway_executor.gpu.decoder import Decoder, DecoderWeights, LayerWeights
 from headway_executor.gpu.device_step import Mixing
 from headway_executor.gpu.graphs import LaunchSize
+from headway_executor.gpu.latent import LatentAttention
 from headway_executor.gpu.norm import DeviceNorm
 from headway_executor.gpu.recurrence import Beside
 
 REPETITIONS = 10
-OF_ATTENTION = ("qkv", "output")
-"""What attention calls by itself, as a layer its norms, its state and its feed-forward; the rest are functions of the kernels."""
+OF_ATTENTION = ("qkv", "query", "compress", "gates", "output")
+"""Products: what attention calls by itself, as a layer its norms, its state and its feed-forward; the rest are functions of the kernels."""
 
 WithNorms = TypeVar("WithNorms", LayerWeights, DecoderWeights)
 
@@ -97,8 +99,9 @@ def written_down(decoder: Decoder) -> Iterator[Calls]:
     def mixed(mixing: Mixing) -> Mixing:
         if isinstance(mixing, Beside):
             return replace(mixing, attention=mixed(mixing.attention), recurrence=mixed(mixing.recurrence))
-        if isinstance(mixing, DeviceAttention):
-            return replace(mixing, **{name: wrapped(name, getattr(mixing, name)) for name in OF_ATTENTION})
+        if isinstance(mixing, DeviceAttention | LatentAttention):
+            products = {name: getattr(mixing, name, None) for name in OF_ATTENTION}
+            return replace(mixing, **{name: wrapped(name, work) for name, work in products.items() if work is not None})
         return wrapped("recurrence", mixing)
 
     def with_norms(of_some: WithNorms) -> WithNorms:
@@ -107,7 +110,7 @@ def written_down(decoder: Decoder) -> Iterator[Calls]:
         return replace(of_some, **found)
 
     weights = decoder._weights  # noqa: SLF001
-    modules = [vars(of_attention), vars(of_decoder)]
+    modules = [vars(of_attention), vars(of_latent), vars(of_decoder)]
     kept = [module.copy() for module in modules]
     table = None if weights.table is None else wrapped("layer_inputs", weights.table)
     layers = tuple(map(written, weights.layers))

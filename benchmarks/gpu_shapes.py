@@ -130,13 +130,57 @@ TINY_STATES = replace(
         "linear_value_head_dim": 8,
     },
 )
+DEEPSEEK_V2_LITE = replace(
+    LLAMA3_8B,
+    config={
+        **LLAMA3_8B.config,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "vocab_size": 102400,
+        "eos_token_id": 100001,
+        "rope_theta": 10000.0,
+    },
+)
+TINY_LATENT = replace(
+    TINY,
+    config={
+        **DEEPSEEK_V2_LITE.config,
+        **{name: TINY.config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")},
+        **{name: TINY.config[name] for name in ("max_position_embeddings", "eos_token_id", "torch_dtype")},
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+)
 SHAPES = {
     "llama3-8b": LLAMA3_8B,
     "qwen3-30b-a3b": QWEN3_30B,
     "qwen3.5-9b": QWEN3_5_9B,
+    "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "tiny": TINY,
     "tiny-mixture": TINY_MIXTURE,
     "tiny-states": TINY_STATES,
+    "tiny-latent": TINY_LATENT,
 }
 
 

@@ -37,6 +37,7 @@ from gpu_shapes import SHAPES, Shape, config_of
 from gpu_stepping import BLOCK_SIZE, SteppedBackend, device_ms
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.triton_backend import TritonBackend
+from headway_executor.gpu.attention import attention_tuning
 from headway_executor.gpu.chunk_library import LIBRARIES, lacking
 from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.memory.host_speed import measure_device, measure_host
@@ -103,7 +104,9 @@ class StepBenchmark:
         self._device = device
         self._max_num_rows = max(*shape.decode_batches, shape.mixed[0] + 1)
         self._max_num_tokens = max(shape.chunk, sum(shape.mixed))
-        self._vocab_size = config_of(shape).vocab_size
+        config = config_of(shape)
+        self._vocab_size = config.vocab_size
+        self._has_experts = any(layer.feed_forward.experts is not None for layer in config.layers)
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(shape.config))
             self._backend = TritonBackend()
@@ -157,7 +160,7 @@ class StepBenchmark:
 
     def adapters(self, floors: Floors) -> Iterator[Line]:
         """Decodes with adapters, which are read too, beside the same without; of experts, nobody knows which a step reads."""
-        if {"num_experts", "num_local_experts"} & self._shape.config.keys():
+        if self._has_experts:
             return
         batch, context = max(batch for batch in self._shape.decode_batches if batch <= 64), self._shape.decode_context
         names, num_bytes = self._loaded_adapters()
@@ -232,9 +235,10 @@ class AttentionBenchmark:
         config = self._config
         load = self._load(1, length, length)
         measured = self._device.seconds(self._launching(load), self._repetitions)
+        kv_heads, key_dim, value_dim = config.num_kv_heads, config.head_dim, config.attention.attended_dim
         query, key, value = (
-            torch.randn(1, heads, length, config.head_dim, dtype=self._dtype, device=self._device.device)
-            for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+            torch.randn(1, heads, length, width, dtype=self._dtype, device=self._device.device)
+            for heads, width in ((config.num_heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
         )
         beside = self._device.seconds(
             lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True),
@@ -263,7 +267,7 @@ class AttentionBenchmark:
     def _launching(self, load: AttentionLoad) -> Callable[[], None]:
         tunings = tunings_of(AUTO, self._device.device)
         is_coded = self._kv_cache_dtype == CODES
-        return load.launching(tunings.of_attention(self._config.head_dim, self._dtype, is_coded=is_coded))
+        return load.launching(attention_tuning(tunings, self._config.attention, self._dtype, is_coded=is_coded))
 
 
 def swap_lines(
@@ -273,7 +277,7 @@ def swap_lines(
     from headway_kernels.gpu import block_moves
 
     count = -(-num_tokens // BLOCK_SIZE)
-    shape = (2 * config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    shape = (config.attention.num_vectors, BLOCK_SIZE, config.attention.vector_dim)
     layers = torch.randn(config.num_layers, 4 * count, *shape, dtype=dtype, device=device.device)
     host = torch.empty(count, config.num_layers, *shape, dtype=dtype, pin_memory=True)
     scattered = torch.randperm(4 * count)[:count].to(torch.int32)

@@ -40,11 +40,22 @@ class Shape:
     has_codes: bool = False
     apart: int = 0
     """Numbers between a block and the next."""
+    num_shared: int = 0
+    """Of latent attention, the first channels of a row: the others are ``head_dim``, and kv heads are groups of heads."""
 
     @property
     def tuning(self):
         decode = KernelTuning(16, self.key_tile, 4, 2, 2)
         return AttentionTuning(decode, KernelTuning(self.query_tile, self.key_tile, 4, 2, 2))
+
+    @property
+    def num_vectors(self):
+        """Of a position."""
+        return 1 if self.num_shared else 2 * self.num_kv_heads
+
+    @property
+    def vector_dim(self):
+        return self.num_shared + self.head_dim
 
 
 class Batch:
@@ -56,7 +67,8 @@ class Batch:
         draw = torch.Generator().manual_seed(shape.seed)
         num_heads = shape.num_kv_heads * shape.group
         num_blocks = [-(-length // shape.block_size) if tokens else 0 for tokens, length in shape.rows]
-        pool = torch.full((sum(num_blocks) + 2, 2 * shape.num_kv_heads, shape.block_size, shape.head_dim), float("nan"))
+        num_vectors, vector_dim = shape.num_vectors, shape.vector_dim
+        pool = torch.full((sum(num_blocks) + 2, num_vectors, shape.block_size, vector_dim), float("nan"))
         ids = torch.randperm(len(pool), generator=draw)
         rows = torch.randperm(len(shape.rows) + 1, generator=draw)[: len(shape.rows)]
         tables = torch.full((len(shape.rows) + 1, max([1, *num_blocks]) + 1), 2**30)
@@ -64,13 +76,13 @@ class Batch:
         for row, (count, length), first in zip(rows, shape.rows, accumulate([0, *num_blocks[:-1]]), strict=True):
             used = ids[first : first + -(-length // shape.block_size)] if count else ids[:0]
             tables[row, : len(used)] = used
-            held = pool.new_full((2 * shape.num_kv_heads, len(used) * shape.block_size, shape.head_dim), float("inf"))
+            held = pool.new_full((num_vectors, len(used) * shape.block_size, vector_dim), float("inf"))
             visible = length if count else 0
-            held[:, :visible] = torch.randn((len(held), visible, shape.head_dim), generator=draw)
+            held[:, :visible] = torch.randn((len(held), visible, vector_dim), generator=draw)
             pool[used] = held.unflatten(1, (len(used), shape.block_size)).transpose(0, 1)
-        width = (num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        width = (num_heads + num_vectors) * vector_dim
         projected = torch.randn((sum(tokens) + SPARE_TOKENS, width), generator=draw)
-        self.query = projected.to(device, shape.dtype)[:, : num_heads * shape.head_dim]
+        self.query = projected.to(device, shape.dtype)[:, : num_heads * vector_dim]
         self.pool = pool.to(device, shape.dtype)
         if shape.has_codes:
             self.pool = kv_codes.encoded(self.pool)
@@ -105,7 +117,7 @@ class Batch:
     @property
     def options(self):
         shape = self.shape
-        scale = shape.head_dim**-0.5
+        scale = shape.vector_dim**-0.5
         return {
             "num_kv_heads": shape.num_kv_heads,
             "scale": scale,
@@ -113,12 +125,14 @@ class Batch:
             "soft_cap": shape.soft_cap,
             "sinks": self.sinks,
             "slopes": self.slopes,
+            "num_shared": shape.num_shared,
         }
 
     def attend(self, query=None, rows=None, most_tokens=None, **options):
         query = self.query if query is None else query
         rows = self.rows if rows is None else rows
-        out = torch.full_like(query, UNTOUCHED, memory_format=torch.contiguous_format)
+        num_heads = query.shape[1] // self.shape.vector_dim
+        out = query.new_full((len(query), num_heads * self.shape.head_dim), UNTOUCHED)
         plan_attention(rows, self.shape.num_kv_heads, most_tokens=most_tokens)
         chosen = {"tuning": self.shape.tuning} | self.options | options
         paged_attention(query, self.pool, out, rows, self.workspace, **chosen)

@@ -88,6 +88,7 @@ def _other_speeds() -> list[Task]:
             "steps experts fp8", 250, 450, "--sections", "prefill", "--shape", "qwen3-30b-a3b", "--quantization", "fp8"
         ),
         _steps("steps states", 200, 400, "--sections", "decode,prefill", "--shape", "qwen3.5-9b"),
+        _steps("steps latent", 250, 450, "--sections", "decode,prefill,attention", "--shape", "deepseek-v2-lite"),
         _stack("peer", 300, 540),
     ]
 

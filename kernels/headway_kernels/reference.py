@@ -252,10 +252,13 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     slopes: tuple[Tensor, bool] | None = None,
+    num_shared: int = 0,
 ) -> Tensor:
     """``gpu.attention.paged_attention`` in float64: ``[query_start[-1], heads * head_dim]``."""
     if kv_codes.is_coded(pool_layer):
         pool_layer = kv_codes.decoded(pool_layer, query.dtype)
+    if num_shared:
+        pool_layer, num_kv_heads = pool_layer.repeat(1, 2, 1, 1), 1
     _, _, block_size, head_dim = pool_layer.shape
     num_heads = query.shape[1] // head_dim
     starts = query_start.tolist()
@@ -288,7 +291,7 @@ def paged_attention(
         # Positions that no query of the row sees may hold anything.
         values = values.masked_fill(~seen.any(dim=0)[None, :, None], 0.0)
         out[low:high] = (weights @ values).transpose(0, 1)
-    return out.flatten(1)
+    return out[..., num_shared:].flatten(1)
 
 
 def _score_biases(slopes: Tensor, is_rounded: bool, scale: float, queries: Tensor, keys: Tensor) -> Tensor:

@@ -33,10 +33,16 @@ class Tunings:
     products: Mapping[int, tuple[Tiling, ...]] = field(default_factory=dict)
     pairs: Mapping[int, Tiling] = field(default_factory=dict)
 
-    def of_attention(self, head_dim: int, dtype: torch.dtype, *, is_coded: bool) -> AttentionTuning:
-        """For heads of this size, of a model in ``dtype``, over a pool of codes or of numbers."""
+    def of_attention(
+        self, head_dim: int, dtype: torch.dtype, *, is_coded: bool, is_latent: bool = False
+    ) -> AttentionTuning:
+        """For heads of this size, of a model in ``dtype``, over a pool of codes or of numbers; of latent attention, for which
+        nobody measures tiles, ``head_dim`` is the rank.
+        """
         found = self.attention.get((padded_head(head_dim), stored_bytes(dtype, is_coded=is_coded)))
-        return found or attention_tuning(self.device, head_dim, dtype, is_coded=is_coded)
+        if is_latent or found is None:
+            return attention_tuning(self.device, head_dim, dtype, is_coded=is_coded, is_latent=is_latent)
+        return found
 
     def of_products(self, dtype: torch.dtype) -> tuple[Tiling, ...]:
         """For products of weights as codes with inputs of ``dtype``, perhaps E4M3, by ascending number of tokens."""

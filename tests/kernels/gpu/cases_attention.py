@@ -58,18 +58,24 @@ def model(
     alibi=0,
     codes=False,
     stride=None,
+    num_shared=0,
     below=1000,
 ):
     """The kernels of one model, cut as for devices of compute capability ``major``."""
-    tuning = attention_tuning.tuning_for(major, head_dim, {"*bf16": 2, "*fp16": 2, "*fp32": 4}[element], is_coded=codes)
+    size = {"*bf16": 2, "*fp16": 2, "*fp32": 4}[element]
+    tuning = attention_tuning.tuning_for(major, head_dim, size, is_coded=codes, is_latent=num_shared > 0)
+    if num_shared:  # Of so many heads, those of a program.
+        group //= attention_tuning.latent_groups(group, tuning)
     tokens = max(1, tuning.chunk.query_tile // group)
     constants = {
         "GROUP": group,
         "NUM_KV_HEADS": 8,
         "BLOCK_SIZE": block_size,
-        "BLOCK_STRIDE": stride or 16 * block_size * (head_dim + int(codes)),
+        "BLOCK_STRIDE": stride or (1 if num_shared else 16) * block_size * (num_shared + head_dim + int(codes)),
         "HEAD_DIM": head_dim,
         "PADDED_HEAD_DIM": max(16, attention_tuning.power_of_two(head_dim)),
+        "SHARED": num_shared,
+        "PADDED_SHARED": max(16, attention_tuning.power_of_two(num_shared)),
         "CODED": int(codes),
         "PADDED_ROWS": 256,
         "HAS_WINDOW": window,
@@ -81,12 +87,13 @@ def model(
     }
     vectors = {
         "chunk": max(16, attention_tuning.power_of_two(tokens * group)),
-        "decode": max(16, attention_tuning.power_of_two(group)),
+        "decode": max(16, tuning.decode.query_tile, attention_tuning.power_of_two(group)),
     }
     kernels = {"chunk": attention_kernels.chunk_kernel, "decode": attention_kernels.decode_kernel}
     return [
         case(
-            f"{kind} {head_dim} {element} for {major}.x{', alibi' if alibi else ''}{', codes' if codes else ''}",
+            f"{kind} {f'{num_shared}+' if num_shared else ''}{head_dim} {element} for {major}.x"
+            f"{', alibi' if alibi else ''}{', codes' if codes else ''}",
             kernel,
             element,
             "*u8" if codes else None,
@@ -112,6 +119,11 @@ def of_every_head(capability):
         for head_dim in (64, 128, 256, 512)
         for element, codes in kinds
         for found in model(capability // 10, head_dim, element, codes=codes)
+    ] + [
+        found
+        for rank in (256, 512)
+        for element, codes in kinds
+        for found in model(capability // 10, rank, element, codes=codes, num_shared=64, group=128)
     ]
 
 
@@ -126,6 +138,10 @@ CASES = [
     *model(9, 128, "*bf16", group=1, alibi=BY_DISTANCE.value),
     *model(9, 64, "*fp16", group=1, alibi=BY_PLACE.value),
     *model(9, 512, "*bf16", group=8, stride=16 * 16 * 5888, below=100),  # Of layers that stand behind each other.
+    *model(9, 512, "*bf16", group=16, num_shared=64, below=100),  # DeepSeek V2 Lite, or an eighth of V3.
+    *model(10, 512, "*bf16", group=128, num_shared=64),
+    *model(9, 256, "*bf16", group=40, num_shared=32, below=100),  # MiniCPM3.
+    *model(9, 512, "*bf16", group=128, num_shared=64, codes=True, below=100),
     *model(8, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True, below=90),
     *model(8, 64, "*bf16", group=8, window=True, sinks=True, below=90),
     *model(8, 12, "*fp32", group=1, block_size=8),

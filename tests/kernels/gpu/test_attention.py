@@ -57,6 +57,7 @@ def shapes(draw, head_dims, longest, max_kv_heads):
         query_tile=draw(st.sampled_from([16, 64])),
         key_tile=draw(st.sampled_from([32, 64])),
         has_codes=draw(st.booleans()),
+        num_shared=draw(st.sampled_from([0, 0, 4, 16])),
         seed=draw(st.integers(0, 1000)),
     )
 
@@ -105,6 +106,15 @@ def test_a_key_that_is_no_number_spoils_the_queries_that_see_it(kernel_device):
     assert torch.equal(spoilt[6:11, first_head.stop :], usual[6:11, first_head.stop :])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("has_codes", [False, True])
+def test_rows_of_latent_attention(dtype, has_codes, kernel_device):
+    """In groups of heads that do not fill a tile, in splits, chunks and padding."""
+    rows = ((1, 5), (0, 0), (20, 70), (1, 600), (9, 9))
+    latent = {"head_dim": 48, "num_shared": 16, "num_kv_heads": 2, "group": 5}
+    check(Shape(rows, **latent, dtype=dtype, has_codes=has_codes, key_tile=32), kernel_device)
+
+
 def test_blocks_may_lie_apart(kernel_device):
     """As where layers of several sizes stand behind each other in a block."""
     shape = Shape(((1, 300), (20, 70), (9, 9), (0, 0)), window=250)
@@ -140,9 +150,10 @@ def test_scores_that_fall_with_distance(alibi, dtype, kernel_device):
 COMPANY = Shape(((1, 300), (0, 0), (17, 90), (1, 1), (1, 600), (20, 20), (2, 70)), num_kv_heads=1, window=280)
 
 
+@pytest.mark.parametrize("num_shared", [0, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_alone_is_the_row_in_company(dtype, kernel_device):
-    batch = Batch(replace(COMPANY, dtype=dtype), kernel_device)
+def test_a_row_alone_is_the_row_in_company(dtype, num_shared, kernel_device):
+    batch = Batch(replace(COMPANY, dtype=dtype, num_shared=num_shared), kernel_device)
     together = batch.attend()
     for index in range(len(COMPANY.rows)):
         tokens, rows = batch.alone(index)

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from device_weights import normal
 from headway_kernels.gpu.experts.grouped import ExpertPairs, sort_pairs
 from headway_kernels.gpu.experts.low_rank import add_low_rank_of_pairs
-from headway_kernels.gpu.linear.low_rank import ENTRY, TILE, add_low_rank, most_tiles, workspace_size
+from headway_kernels.gpu.linear.low_rank import (
+    ENTRY,
+    TILE,
+    add_low_rank,
+    add_low_rank_of_heads,
+    most_tiles,
+    workspace_size,
+)
 from headway_kernels.routing import Routing
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
@@ -81,6 +88,35 @@ def test_a_token_does_not_depend_on_its_company(kernel_device):
     for token in (0, 1, 17, 39):
         alone = added(x[token : token + 1], before[token : token + 1], adapters, of_tokens[token : token + 1])
         assert torch.equal(alone[0], together[token])
+
+
+@pytest.mark.parametrize("own_downs", [True, False])
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
+def test_heads_equal_float64(kernel_device, own_downs, dtype):
+    """Of two adapters and of none; heads are parts of wider rows, as in latent attention."""
+    num_heads, num_inputs, num_outputs, of_tokens = 3, 1100, 150, [0, -1, 1, 1, 0] * 5
+    adapters, matrices = [], []
+    for seed, rank in enumerate((3, 17)):
+        down = normal(seed, *[num_heads] * own_downs, rank, num_inputs, device=kernel_device) / 33
+        up = normal(seed + 5, *[num_heads] * (not own_downs), num_outputs, rank, device=kernel_device)
+        table = torch.tensor([[0] * ENTRY, [down.data_ptr(), up.data_ptr(), rank]], device=kernel_device)
+        matrices.append((down, up))
+        adapters.append((None, None, table))
+    tables, tokens = tiles_of(adapters, of_tokens, most_tiles(len(of_tokens), 2), kernel_device)
+    shape = (len(of_tokens), num_heads)
+    x = normal(7, *shape, num_inputs + 4, dtype=dtype, device=kernel_device)[..., 4:]
+    wide = normal(8, *shape, num_outputs + 3, dtype=dtype, device=kernel_device)
+    found, before = wide[..., 3:], wide.clone()
+    expected = found.double()
+    for token, chosen in enumerate(of_tokens):
+        for head in range(num_heads) if chosen >= 0 else ():
+            down, up = (each[head] if each.dim() == 3 else each for each in matrices[chosen])
+            expected[token, head] += up.double() @ (down.double() @ x[token, head].double())
+    workspace = torch.full((workspace_size(x[..., 0].numel(), num_inputs, 17),), torch.nan, device=kernel_device)
+    place = {"site": 1, "most_rank": 17}
+    add_low_rank_of_heads(x, found, tables, tokens, workspace, **place, own_downs=own_downs)
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=2e-4)
+    assert torch.equal(wide[..., :3], before[..., :3])
 
 
 @pytest.mark.parametrize("gathers", [True, False])

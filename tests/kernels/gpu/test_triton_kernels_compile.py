@@ -19,7 +19,7 @@ SHARED_OF_ALL = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 """Of a multiprocessor; a block takes 1 KiB more than it asks for."""
 REGISTERS = 64 * 1024
 KNOWN_LOCAL = {
-    80: {"decode 512 *fp32 for 8.x": 8, "chunk 80 *fp16 for 8.x": 32},
+    80: {"decode 512 *fp32 for 8.x": 8, "chunk 80 *fp16 for 8.x": 32, "shrink bf16 128 heads=128": 8},
     90: {"chunk 512 *bf16 for 9.x": 16, "decode 512 *fp32 for 9.x": 56},
     100: {
         "multiply_pairs Qwen3 bf16 INT4 group=32 gathers=False": 168,
@@ -27,14 +27,14 @@ KNOWN_LOCAL = {
         "add_layer_norm fp32 4096 bias=False": 8,
         "chunk 64 *fp32 for 10.x": 16,
         "chunk 64 *fp16 for 9.x, alibi": 800,
-        "decode 512 *fp32 for 10.x": 72,
+        "decode 512 *fp32 for 10.x": 80,
     },
 }
 """Bytes of local memory of a thread. The assembler for sm_100 spares registers where it need not."""
-IN_GROUPS = re.compile(r"skinny|float8 (product|pairs)|chunk (?!512)\d+ \*..16")
+IN_GROUPS = re.compile(r"skinny|heads b|float8 (product|pairs)|chunk (?!512)\d+ \*..16|chunk \d+\+\d+ \*..16 for 9\.x$")
 """From sm_90 on, a group of warps multiplies together, if it has 64 rows."""
 COPIES_WIDELY = re.compile(
-    r"(chunk|decode) \d+ \*..16|(skinny|product) ..16 (DENSE|INT8_PAIRS|FP8_PAIRS)|float8 (product|pairs)"
+    r"(chunk|decode) \d+ \*..16|heads b|(skinny|product) ..16 (DENSE|INT8_PAIRS|FP8_PAIRS)|float8 (product|pairs)"
 )
 MODULES = sorted(path.stem for path in FOLDER.glob("cases_*.py"))
 IN_A_PROCESS = (MODULES[:1], MODULES[1:6], MODULES[6:])

@@ -511,14 +511,15 @@ def test_slo_on_cpu(tmp_path):
 
 @pytest.mark.deep
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; `make gpu-check` runs it on a device")
-@pytest.mark.parametrize("shape", ["tiny", "tiny-mixture", "tiny-states"])
+@pytest.mark.parametrize("shape", ["tiny", "tiny-mixture", "tiny-states", "tiny-latent"])
 def test_gpu_steps_without_a_gpu(tmp_path, shape):
     steps = tmp_path / "steps.json"
     sections = ("--sections", "decode,mixed,adapters,attention")
     run("gpu_steps.py", "--shape", shape, "--device", "cpu", *sections, "--json", str(steps), cwd=tmp_path)
     record = json.loads(steps.read_text())
     assert record.keys() >= PROVENANCE
-    adapted = [] if shape == "tiny-mixture" else ["decode"] * 2  # Of experts, they have no floor.
+    is_latent = shape == "tiny-latent"
+    adapted = [] if is_latent or shape == "tiny-mixture" else ["decode"] * 2  # Of experts, they have no floor.
     kinds = ["attention", "attention", "decode", "decode", "mixed", *adapted]
     assert [line["name"].split(",")[0] for line in record["lines"]] == kinds
     assert record["failures"] == []
@@ -526,7 +527,8 @@ def test_gpu_steps_without_a_gpu(tmp_path, shape):
         assert 0 < line["floor_ms"] < line["measured_ms"] or "torch's" in line["name"]
     assert [parts["name"] for parts in record["parts"]] == [line["name"] for line in record["lines"][2:4]]
     for parts in record["parts"]:
-        assert {"qkv", "paged_attention", "feed_forward", "head", "sampling"} <= parts["parts_ms"].keys()
+        products = {"compress", "query", "multiply_heads"} if is_latent else {"qkv"}
+        assert products | {"paged_attention", "feed_forward", "head", "sampling"} <= parts["parts_ms"].keys()
         assert parts["expected_ms"] == pytest.approx(sum(parts["parts_ms"].values()))
 
 

@@ -336,6 +336,10 @@ def test_a_floor_is_that_of_each_phase():
     numbers = 24 * (32 * 128 * 128 + 8192 * 3)
     assert (of_hybrid["states"].num_bytes, of_hybrid["states"].operations) == (3 * 8 * numbers, 3 * 7 * numbers)
     assert of_hybrid["attention"].num_bytes == 8 * (2 * 4 * 256 * 2) * 3 * 1025
+    latent = gpu_floors.Floors(config_of(SHAPES["deepseek-v2-lite"]), torch.bfloat16, "none", "auto", limits)
+    of_latent = {phase.name: phase for phase in latent.phases([1024] * 3)}["attention"]
+    assert of_latent.num_bytes == 27 * 2 * (512 + 64) * 3 * 1025
+    assert of_latent.operations == 27 * 16 * 2 * (576 + 512) * 3 * 1025
 
 
 @needs_no_device

@@ -40,6 +40,27 @@ def _begin(sinks, slopes, head, nothing, HAS_SINKS: tl.constexpr, ALIBI: tl.cons
     return maximum, total, load_slopes(slopes, head, nothing, ALIBI)
 
 
+@triton.jit
+def _load_queries(
+    vectors,
+    real,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    SHARED: tl.constexpr,
+    PADDED_SHARED: tl.constexpr,
+):
+    """The ``real`` ones, and what meets the channels that all heads share, the first of each; without any, anything."""
+    component = tl.arange(0, PADDED_HEAD_DIM)
+    wanted = real[:, None] & (component < HEAD_DIM)[None, :]
+    queries = tl.load(vectors[:, None] + (SHARED + component)[None, :], mask=wanted, other=0.0)
+    shared = queries
+    if SHARED:
+        channel = tl.arange(0, PADDED_SHARED)
+        wanted = real[:, None] & (channel < SHARED)[None, :]
+        shared = tl.load(vectors[:, None] + channel[None, :], mask=wanted, other=0.0)
+    return queries, shared
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def plan_kernel(
     query_start,
@@ -98,6 +119,8 @@ def chunk_kernel(
     BLOCK_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
+    SHARED: tl.constexpr,
+    PADDED_SHARED: tl.constexpr,
     CODED: tl.constexpr,
     HAS_E4M3: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
@@ -131,10 +154,10 @@ def chunk_kernel(
         table = block_tables + tl.load(rows + row).to(tl.int64) * table_stride
         token = first_token + vector // GROUP
         real = (token < num_tokens) & (vector < TOKENS * GROUP)
-        column = (kv_head * GROUP + vector % GROUP) * HEAD_DIM
+        head = kv_head * GROUP + vector % GROUP
         line = (start + token).to(tl.int64)
-        pointers = query + (line * query_stride + column)[:, None] + component[None, :]
-        queries = tl.load(pointers, mask=real[:, None] & in_head[None, :], other=0.0)
+        vectors = query + line * query_stride + head * (SHARED + HEAD_DIM)
+        queries, shared_queries = _load_queries(vectors, real, HEAD_DIM, PADDED_HEAD_DIM, SHARED, PADDED_SHARED)
 
         # Queries see tiles [low, full_low) and [full_high, high) in part: the window's edge and the diagonal.
         lowest = past + first_token
@@ -151,17 +174,16 @@ def chunk_kernel(
         num_masked = full_low - low + tl.cdiv(end, KEY_TILE) - full_high
 
         weighted = tl.zeros([QUERY_TILE, PADDED_HEAD_DIM], dtype=tl.float32)
-        maximum, total, of_heads = _begin(
-            sinks, slopes, kv_head * GROUP + vector % GROUP, window, HAS_SINKS, ALIBI, QUERY_TILE
-        )
-        keys, exponents = head_in_block(pool, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        maximum, total, of_heads = _begin(sinks, slopes, head, window, HAS_SINKS, ALIBI, QUERY_TILE)
+        keys, exponents = head_in_block(pool, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, SHARED)
         block, of_keys, of_values = load_first(
-            table, exponents, full_low, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
+            table, exponents, full_low, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, SHARED, KEY_TILE
         )
         for tile in range(full_low, full_high):
             following = load_blocks(table, tile + 1, begin, end, BLOCK_SIZE, KEY_TILE)
             weighted, maximum, total = attend_tile(
                 queries,
+                shared_queries,
                 query_position,
                 weighted,
                 maximum,
@@ -183,6 +205,8 @@ def chunk_kernel(
                 BLOCK_STRIDE,
                 HEAD_DIM,
                 PADDED_HEAD_DIM,
+                SHARED,
+                PADDED_SHARED,
                 CODED,
                 HAS_E4M3,
                 KEY_TILE,
@@ -192,17 +216,18 @@ def chunk_kernel(
             )
             block = following
             of_keys, of_values = load_exponents(
-                exponents, block, tile + 1, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
+                exponents, block, tile + 1, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, SHARED, KEY_TILE
             )
         tile = tl.where(low < full_low, low, full_high)
         block, of_keys, of_values = load_first(
-            table, exponents, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
+            table, exponents, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, SHARED, KEY_TILE
         )
         for _ in range(num_masked):
             next_tile = tl.where(tile + 1 == full_low, full_high, tile + 1)
             following = load_blocks(table, next_tile, begin, end, BLOCK_SIZE, KEY_TILE)
             weighted, maximum, total = attend_tile(
                 queries,
+                shared_queries,
                 query_position,
                 weighted,
                 maximum,
@@ -224,6 +249,8 @@ def chunk_kernel(
                 BLOCK_STRIDE,
                 HEAD_DIM,
                 PADDED_HEAD_DIM,
+                SHARED,
+                PADDED_SHARED,
                 CODED,
                 HAS_E4M3,
                 KEY_TILE,
@@ -234,9 +261,9 @@ def chunk_kernel(
             tile = next_tile
             block = following
             of_keys, of_values = load_exponents(
-                exponents, block, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
+                exponents, block, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, SHARED, KEY_TILE
             )
-        pointers = out + (line * out_stride + column)[:, None] + component[None, :]
+        pointers = out + (line * out_stride + head * HEAD_DIM)[:, None] + component[None, :]
         result = (weighted / total[:, None]).to(out.dtype.element_ty)
         tl.store(pointers, result, mask=real[:, None] & in_head[None, :])
 
@@ -270,6 +297,8 @@ def decode_kernel(
     BLOCK_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
+    SHARED: tl.constexpr,
+    PADDED_SHARED: tl.constexpr,
     CODED: tl.constexpr,
     HAS_E4M3: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
@@ -305,8 +334,11 @@ def decode_kernel(
             head = kv_head * GROUP + member
             last_head = kv_head * GROUP + GROUP - 1
             columns = head[:, None] * HEAD_DIM + component[None, :]
-            queries = tl.load(query + token * query_stride + columns, mask=real, other=0.0)
-            keys, exponents = head_in_block(pool, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+            vectors = query + token * query_stride + head * (SHARED + HEAD_DIM)
+            queries, shared_queries = _load_queries(
+                vectors, member < GROUP, HEAD_DIM, PADDED_HEAD_DIM, SHARED, PADDED_SHARED
+            )
+            keys, exponents = head_in_block(pool, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, SHARED)
             for split in range(
                 start_of_share(number, num_splits, row_items), start_of_share(number + 1, num_splits, row_items)
             ):
@@ -325,6 +357,7 @@ def decode_kernel(
                     total = tl.where(split == 0, total, 0.0)
                 weighted, maximum, total = _attend_split(
                     queries,
+                    shared_queries,
                     maximum,
                     total,
                     keys,
@@ -344,6 +377,8 @@ def decode_kernel(
                     BLOCK_STRIDE,
                     HEAD_DIM,
                     PADDED_HEAD_DIM,
+                    SHARED,
+                    PADDED_SHARED,
                     CODED,
                     HAS_E4M3,
                     KEY_TILE,
@@ -383,6 +418,7 @@ def decode_kernel(
 @triton.jit
 def _attend_split(
     queries,
+    shared_queries,
     maximum,
     total,
     keys,
@@ -402,6 +438,8 @@ def _attend_split(
     BLOCK_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
+    SHARED: tl.constexpr,
+    PADDED_SHARED: tl.constexpr,
     CODED: tl.constexpr,
     HAS_E4M3: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -415,13 +453,14 @@ def _attend_split(
     if ALIBI:
         query_position = tl.full([queries.shape[0]], length - 1, dtype=tl.int32)
     block, of_keys, of_values = load_first(
-        table, exponents, low, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
+        table, exponents, low, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, SHARED, KEY_TILE
     )
     for tile in range(low, high):
         following = load_blocks(table, tile + 1, begin, end, BLOCK_SIZE, KEY_TILE)
         # Always masked: memory bounds the kernel anyway.
         weighted, maximum, total = attend_tile(
             queries,
+            shared_queries,
             query_position,
             weighted,
             maximum,
@@ -443,6 +482,8 @@ def _attend_split(
             BLOCK_STRIDE,
             HEAD_DIM,
             PADDED_HEAD_DIM,
+            SHARED,
+            PADDED_SHARED,
             CODED,
             HAS_E4M3,
             KEY_TILE,
@@ -452,6 +493,6 @@ def _attend_split(
         )
         block = following
         of_keys, of_values = load_exponents(
-            exponents, block, tile + 1, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
+            exponents, block, tile + 1, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, SHARED, KEY_TILE
         )
     return weighted / total[:, None], maximum, total

@@ -141,6 +141,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Slopes | None = None,
+    num_shared: int = 0,
     has_decodes: bool = True,
     has_chunks: bool = True,
     tuning: AttentionTuning | None = None,
@@ -152,13 +153,19 @@ def paged_attention(
     and may lie apart; unused positions may hold NaN. One dtype: float32, bfloat16 or float16; head_dim a multiple of 8. The pool may hold codes
     instead: see ``headway_kernels.kv_codes``.
 
+    With ``num_shared``, a position has one vector, ``[num_blocks, 1, block_size, num_shared + head_dim]``, as wide as a query's
+    heads: their key, and behind its first ``num_shared`` channels their value (DeepSeek-AI 2024, arXiv 2405.04434). Then
+    ``num_kv_heads`` are groups of heads that programs attend with: see ``latent_groups``.
+
     A token sees the last ``window`` positions up to its own, or all. Logits are ``scale`` (more than 0) times the
     product, perhaps capped to ``soft_cap * tanh(logit / soft_cap)``. ``sinks`` (float32, ``[heads]``) are logits without
     values (Xiao et al. 2023, arXiv 2309.17453), neither scaled nor capped. With ``slopes`` there is no
     cap. Everything is float32, but weights are rounded to the dtype before they meet the values.
     """
-    num_heads, head_dim = _check(query, pool_layer, out, rows, num_kv_heads, scale)
-    tuning = tuning or attention_tuning(query.device, head_dim, query.dtype, is_coded=is_coded(pool_layer))
+    num_heads, head_dim = _check(query, pool_layer, out, rows, num_kv_heads, num_shared, scale)
+    tuning = tuning or attention_tuning(
+        query.device, head_dim, query.dtype, is_coded=is_coded(pool_layer), is_latent=num_shared > 0
+    )
     constants = {
         "GROUP": num_heads // num_kv_heads,
         "NUM_KV_HEADS": num_kv_heads,
@@ -166,6 +173,8 @@ def paged_attention(
         "BLOCK_STRIDE": pool_layer.stride(0),
         "HEAD_DIM": head_dim,
         "PADDED_HEAD_DIM": max(_DOT_ROWS, power_of_two(head_dim)),
+        "SHARED": num_shared,
+        "PADDED_SHARED": max(_DOT_ROWS, power_of_two(num_shared)),
         "CODED": int(is_coded(pool_layer)),
         "HAS_E4M3": has_e4m3(pool_layer.device),
         "PADDED_ROWS": _padded_rows(rows.rows.shape[0]),
@@ -186,14 +195,23 @@ def paged_attention(
 
 
 def _check(
-    query: Tensor, pool_layer: Tensor, out: Tensor, rows: AttentionRows, num_kv_heads: int, scale: float
+    query: Tensor,
+    pool_layer: Tensor,
+    out: Tensor,
+    rows: AttentionRows,
+    num_kv_heads: int,
+    num_shared: int,
+    scale: float,
 ) -> tuple[int, int]:
     _, pool_heads, block_size, width = pool_layer.shape
     of_block = (block_size * width, width, 1)
-    head_dim = width - is_coded(pool_layer)
-    num_heads = query.shape[1] // head_dim
-    assert pool_heads == 2 * num_kv_heads, "the pool holds key heads, then value heads"
-    assert query.shape[1] == out.shape[1] == num_heads * head_dim, "queries are whole heads"
+    vector_dim = width - is_coded(pool_layer)
+    num_heads, head_dim = query.shape[1] // vector_dim, vector_dim - num_shared
+    assert pool_heads == (1 if num_shared else 2 * num_kv_heads), (
+        "the pool holds key heads, then value heads, or one vector"
+    )
+    assert query.shape[1] == num_heads * vector_dim, "queries are whole heads"
+    assert out.shape[1] == num_heads * head_dim, "outputs are whole heads"
     assert num_heads % num_kv_heads == 0, "heads come in whole groups"
     assert query.dtype == out.dtype, "one dtype"
     assert is_coded(pool_layer) or query.dtype == pool_layer.dtype, "numbers are of that dtype"

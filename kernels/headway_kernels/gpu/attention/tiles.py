@@ -82,10 +82,22 @@ def load_blocks(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.
 
 
 @triton.jit
-def head_in_block(pool, kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+def head_in_block(
+    pool,
+    kv_head,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SHARED: tl.constexpr,
+):
     """Pointers to a head's keys in block 0, and to their exponents, if there are any."""
-    keys = pool + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    return keys, pool + 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM + kv_head * BLOCK_SIZE
+    if SHARED:
+        keys = pool
+        exponents = pool + BLOCK_SIZE * (SHARED + HEAD_DIM)
+    else:
+        keys = pool + kv_head * (BLOCK_SIZE * HEAD_DIM)
+        exponents = pool + 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM + kv_head * BLOCK_SIZE
+    return keys, exponents
 
 
 @triton.jit
@@ -99,6 +111,7 @@ def load_exponents(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     CODED: tl.constexpr,
+    SHARED: tl.constexpr,
     KEY_TILE: tl.constexpr,
 ):
     """The exponents of a tile's keys and values, 0 outside ``begin`` to ``end``; of a pool of numbers, anything.
@@ -112,7 +125,9 @@ def load_exponents(
         wanted = (position >= begin) & (position < end)
         place = block.to(tl.int64) * BLOCK_STRIDE + position % BLOCK_SIZE
         of_keys = tl.load(exponents + place, mask=wanted, other=0)
-        of_values = tl.load(exponents + NUM_KV_HEADS * BLOCK_SIZE + place, mask=wanted, other=0)
+        of_values = of_keys
+        if not SHARED:
+            of_values = tl.load(exponents + NUM_KV_HEADS * BLOCK_SIZE + place, mask=wanted, other=0)
     return of_keys, of_values
 
 
@@ -127,12 +142,13 @@ def load_first(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     CODED: tl.constexpr,
+    SHARED: tl.constexpr,
     KEY_TILE: tl.constexpr,
 ):
     """The block ids and the exponents of the tile with which a loop begins."""
     block = load_blocks(table, tile, begin, end, BLOCK_SIZE, KEY_TILE)
     of_keys, of_values = load_exponents(
-        exponents, block, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, KEY_TILE
+        exponents, block, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, CODED, SHARED, KEY_TILE
     )
     return block, of_keys, of_values
 
@@ -190,8 +206,48 @@ def _rounded(values):
 
 
 @triton.jit
+def _load_tile(
+    keys,
+    place,
+    wanted,
+    MASKED: tl.constexpr,
+    TO_VALUES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    SHARED: tl.constexpr,
+    PADDED_SHARED: tl.constexpr,
+):
+    """A tile's keys, and its values, ``TO_VALUES`` elements behind them; or of one vector for all, both in turn its last channels
+    and its first.
+    """
+    component = tl.arange(0, PADDED_HEAD_DIM)
+    in_head = component < HEAD_DIM
+    pointers = keys + place[:, None] + (SHARED + component)[None, :]
+    key = _load_vectors(pointers, wanted, in_head, MASKED, HEAD_DIM != PADDED_HEAD_DIM)
+    if SHARED:
+        channel = tl.arange(0, PADDED_SHARED)
+        pointers = keys + place[:, None] + channel[None, :]
+        other = _load_vectors(pointers, wanted, channel < SHARED, MASKED, SHARED != PADDED_SHARED)
+    else:
+        other = _load_vectors(pointers + TO_VALUES, wanted, in_head, MASKED, HEAD_DIM != PADDED_HEAD_DIM)
+    return key, other
+
+
+@triton.jit
+def _met(query, shared_query, key, other, SHARED: tl.constexpr):
+    """The logits of what ``_load_tile`` gave, and the values."""
+    logit = tl.zeros([query.shape[0], key.shape[0]], dtype=tl.float32)
+    value = other
+    if SHARED:
+        logit = _dot(shared_query, tl.trans(other), logit)
+        value = key
+    return _dot(query, tl.trans(key), logit), value
+
+
+@triton.jit
 def attend_tile(
     query,
+    shared_query,
     query_position,
     weighted,
     maximum,
@@ -213,6 +269,8 @@ def attend_tile(
     BLOCK_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
+    SHARED: tl.constexpr,
+    PADDED_SHARED: tl.constexpr,
     CODED: tl.constexpr,
     HAS_E4M3: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -225,23 +283,28 @@ def attend_tile(
     ``keys`` points to the key head in block 0; blocks are ``BLOCK_STRIDE`` elements apart. The state is FlashAttention's, with logits to base 2. Keys and values
     are read first, so that Triton's pipeliner keeps ``num_stages`` - 1 tiles on their way. If they are ``CODED``, their
     exponents multiply logits and weights, which rounds nothing: see ``headway_kernels.kv_codes``. ``slopes``: of each query,
-    from ``load_slopes``.
+    from ``load_slopes``. With ``SHARED`` channels, a position has one vector for all heads: those, which ``shared_query``
+    meets, and behind them what is key and value at once.
     """
     position = tile * KEY_TILE + tl.arange(0, KEY_TILE)
     wanted = (position >= begin) & (position < end)
     # int64: pools have more elements than an int32 counts.
-    place = block.to(tl.int64) * BLOCK_STRIDE + position % BLOCK_SIZE * HEAD_DIM
-    component = tl.arange(0, PADDED_HEAD_DIM)
-    in_head = component < HEAD_DIM
-    pointers = keys + place[:, None] + component[None, :]
-    key = _load_vectors(pointers, wanted, in_head, MASKED, HEAD_DIM != PADDED_HEAD_DIM)
-    pointers += NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    value = _load_vectors(pointers, wanted, in_head, MASKED, HEAD_DIM != PADDED_HEAD_DIM)
+    place = block.to(tl.int64) * BLOCK_STRIDE + position % BLOCK_SIZE * (SHARED + HEAD_DIM)
+    key, other = _load_tile(
+        keys,
+        place,
+        wanted,
+        MASKED,
+        NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM,
+        HEAD_DIM,
+        PADDED_HEAD_DIM,
+        SHARED,
+        PADDED_SHARED,
+    )
     if CODED:
         key = numbers_of(key, query.dtype, HAS_E4M3)
-        value = numbers_of(value, query.dtype, HAS_E4M3)
-
-    logit = _dot(query, tl.trans(key), tl.zeros([query.shape[0], KEY_TILE], dtype=tl.float32))
+        other = numbers_of(other, query.dtype, HAS_E4M3)
+    logit, value = _met(query, shared_query, key, other, SHARED)
     if CODED:
         logit *= factor_of(key_exponents)[None, :]
     if HAS_SOFT_CAP:

@@ -76,25 +76,50 @@ _TUNING: dict[tuple[int, int, int], AttentionTuning] = {
     (8, 256, 4): AttentionTuning(KernelTuning(16, 16, 8, 3, 1), KernelTuning(16, 16, 4, 3, 1)),
     (8, 512, 4): AttentionTuning(KernelTuning(16, 16, 8, 2, 1), KernelTuning(16, 16, 8, 2, 1)),
 }
+
+# The same of latent attention, by the channels of a row that are value, too. Several heads read the same row, so a decode
+# has up to 32 of them in a query tile: more would halve the reading of rows from the cache, and need local memory.
+_LATENT: dict[tuple[int, int, int], AttentionTuning] = {
+    (8, 256, 2): AttentionTuning(KernelTuning(32, 32, 4, 3, 2), KernelTuning(64, 32, 8, 3, 1)),
+    (8, 512, 2): AttentionTuning(KernelTuning(32, 32, 8, 3, 1), KernelTuning(32, 32, 8, 3, 1)),
+    (9, 256, 2): AttentionTuning(KernelTuning(32, 32, 4, 4, 2), KernelTuning(64, 64, 8, 3, 1)),
+    (9, 512, 2): AttentionTuning(KernelTuning(32, 32, 8, 4, 1), KernelTuning(64, 16, 8, 3, 1)),
+    (10, 256, 2): AttentionTuning(KernelTuning(32, 32, 4, 4, 2), KernelTuning(32, 64, 8, 3, 1)),
+    (10, 512, 2): AttentionTuning(KernelTuning(32, 32, 8, 4, 1), KernelTuning(32, 32, 8, 3, 1)),
+    (8, 256, 1): AttentionTuning(KernelTuning(32, 16, 8, 4, 1), KernelTuning(32, 16, 8, 3, 1)),
+    (8, 512, 1): AttentionTuning(KernelTuning(16, 16, 8, 4, 1), KernelTuning(32, 16, 8, 3, 1)),
+    (9, 256, 1): AttentionTuning(KernelTuning(32, 16, 8, 4, 1), KernelTuning(64, 16, 8, 3, 1)),
+    (9, 512, 1): AttentionTuning(KernelTuning(32, 16, 8, 4, 1), KernelTuning(32, 16, 8, 2, 1)),
+    (10, 256, 1): AttentionTuning(KernelTuning(32, 16, 8, 4, 1), KernelTuning(32, 32, 8, 3, 1)),
+    (10, 512, 1): AttentionTuning(KernelTuning(32, 16, 8, 4, 1), KernelTuning(32, 16, 8, 3, 1)),
+    (8, 256, 4): AttentionTuning(KernelTuning(16, 16, 8, 2, 1), KernelTuning(16, 16, 8, 2, 1)),
+    (8, 512, 4): AttentionTuning(KernelTuning(16, 16, 8, 2, 1), KernelTuning(16, 16, 8, 2, 1)),
+}
 _ON_CPU = AttentionTuning(KernelTuning(16, 64, 1, 1, 2), KernelTuning(64, 64, 1, 1, 2))
 
 
 def attention_tuning(
-    device: torch.device, head_dim: int, dtype: torch.dtype, *, is_coded: bool = False
+    device: torch.device, head_dim: int, dtype: torch.dtype, *, is_coded: bool = False, is_latent: bool = False
 ) -> AttentionTuning:
-    """The table's entry for this device, head size and dtype of the model, and for a pool of codes."""
+    """The table's entry for this device, head size and dtype of the model, and for a pool of codes; of latent attention,
+    ``head_dim`` is the rank.
+    """
     if device.type != "cuda":
         return _ON_CPU
-    return tuning_for(torch.cuda.get_device_capability(device)[0], head_dim, dtype.itemsize, is_coded=is_coded)
+    major, _ = torch.cuda.get_device_capability(device)
+    return tuning_for(major, head_dim, dtype.itemsize, is_coded=is_coded, is_latent=is_latent)
 
 
-def tuning_for(major: int, head_dim: int, element_bytes: int, *, is_coded: bool = False) -> AttentionTuning:
+def tuning_for(
+    major: int, head_dim: int, element_bytes: int, *, is_coded: bool = False, is_latent: bool = False
+) -> AttentionTuning:
     """The nearest entry: of the newest generation up to ``major``, of the next padded head size."""
     element_bytes = _stored_bytes(element_bytes, is_coded=is_coded)
-    known = [entry for entry in _TUNING if entry[0] <= major and entry[1:] == (padded_head(head_dim), element_bytes)]
+    table, width = (_LATENT, max(256, padded_head(head_dim))) if is_latent else (_TUNING, padded_head(head_dim))
+    known = [entry for entry in table if entry[0] <= major and entry[1:] == (width, element_bytes)]
     if not known:
         raise ValueError(f"no attention kernel for elements of {element_bytes} bytes on compute capability {major}.x")
-    return _TUNING[max(known)]
+    return table[max(known)]
 
 
 def padded_head(head_dim: int) -> int:
@@ -114,6 +139,12 @@ def _stored_bytes(element_bytes: int, *, is_coded: bool) -> int:
 def tokens_per_tile(num_heads: int, num_kv_heads: int, tuning: AttentionTuning) -> int:
     """Tokens of a query tile with all heads of a group."""
     return max(1, tuning.chunk.query_tile // (num_heads // num_kv_heads))
+
+
+def latent_groups(num_heads: int, tuning: AttentionTuning) -> int:
+    """Equal groups of heads that read the same rows: the fewest of which each fits the query tile of a decode."""
+    most = tuning.decode.query_tile
+    return next(groups for groups in range(1, num_heads + 1) if num_heads % groups == 0 and num_heads // groups <= most)
 
 
 def power_of_two(number: int) -> int:

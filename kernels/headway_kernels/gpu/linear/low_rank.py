@@ -49,36 +49,75 @@ def add_low_rank(
     occurs twice. ``down`` ``[rank, K]`` and ``up`` ``[N, rank]`` float32, contiguous, with ranks up to ``most_rank``.
     ``workspace`` float32: see ``workspace_size``.
     """
-    (num_tokens, num_inputs), num_outputs = x.shape, out.shape[1]
-    assert workspace.numel() >= workspace_size(num_tokens, num_inputs, most_rank), "the workspace holds all splits"
+    _add(x[:, None], out[:, None], tables, tokens, workspace, site, most_rank, own_downs=False, own_ups=False)
+
+
+def add_low_rank_of_heads(
+    x: Tensor,
+    out: Tensor,
+    tables: Tensor,
+    tokens: Tensor,
+    workspace: Tensor,
+    *,
+    site: int,
+    most_rank: int,
+    own_downs: bool,
+) -> None:
+    """The same of each head: ``x`` ``[T, heads, K]`` and ``out`` ``[T, heads, N]``, any strides of tokens and heads.
+
+    With ``own_downs``, each head has a ``down``, ``[heads, rank, K]``, and all share ``up``; else it is the other way round. The
+    ``workspace`` is that of ``T * heads`` tokens.
+    """
+    _add(x, out, tables, tokens, workspace, site, most_rank, own_downs=own_downs, own_ups=not own_downs)
+
+
+def _add(
+    x: Tensor,
+    out: Tensor,
+    tables: Tensor,
+    tokens: Tensor,
+    workspace: Tensor,
+    site: int,
+    most_rank: int,
+    *,
+    own_downs: bool,
+    own_ups: bool,
+) -> None:
+    (num_tokens, num_heads, num_inputs), num_outputs = x.shape, out.shape[2]
+    assert workspace.numel() >= workspace_size(num_tokens * num_heads, num_inputs, most_rank), "it holds all splits"
+    assert x.stride(2) == out.stride(2) == 1, "rows may lie apart, elements not"
     splits = triton.cdiv(num_inputs, SPLIT_INPUTS)
-    constants = {"RANK_STRIDE": most_rank, "BLOCK_RANK": BLOCK_RANK}
-    _shrink[(len(tables), splits)](
+    constants = {"RANK_STRIDE": most_rank, "BLOCK_RANK": BLOCK_RANK, "NUM_HEADS": num_heads}
+    _shrink[(len(tables), splits, num_heads)](
         tables,
         tokens,
         x,
         workspace,
         x.stride(0),
+        x.stride(1),
         num_tokens,
         site,
         INPUTS=num_inputs,
         SPLIT_INPUTS=SPLIT_INPUTS,
         BLOCK_INPUTS=BLOCK_INPUTS,
+        OWN_DOWNS=own_downs,
         **constants,
         num_warps=NUM_WARPS,
         **dependent_launch(x.device),
     )
-    _expand[(len(tables), triton.cdiv(num_outputs, BLOCK_OUTPUTS))](
+    _expand[(len(tables), triton.cdiv(num_outputs, BLOCK_OUTPUTS), num_heads)](
         tables,
         tokens,
         workspace,
         out,
         out.stride(0),
+        out.stride(1),
         num_tokens,
         site,
         OUTPUTS=num_outputs,
         SPLITS=splits,
         BLOCK_OUTPUTS=BLOCK_OUTPUTS,
+        OWN_UPS=own_ups,
         **constants,
         num_warps=NUM_WARPS,
         **dependent_launch(x.device),
@@ -92,27 +131,33 @@ def _shrink(
     x,
     workspace,
     x_stride,
+    x_head_stride,
     num_tokens,
     site,
     INPUTS: tl.constexpr,
     SPLIT_INPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
+    OWN_DOWNS: tl.constexpr,
     RANK_STRIDE: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A split of a tile's inputs, times ``down``: ``workspace`` ``[splits, tokens, RANK_STRIDE]``."""
+    """A split of a tile's inputs, times ``down``: ``workspace`` ``[splits, tokens, heads, RANK_STRIDE]``."""
     await_grid(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)
+    head = tl.program_id(2)
     table = tl.load(tables + tile)
     if table != 0:
         entry = table.to(tl.pointer_type(tl.int64)) + site * _ENTRY
         down = tl.load(entry).to(tl.pointer_type(tl.float32))
         rank = tl.load(entry + 2).to(tl.int32)
+        if OWN_DOWNS:
+            down += head.to(tl.int64) * rank * INPUTS
         token = tl.load(tokens + tile * _TILE + tl.arange(0, _TILE)).to(tl.int64)
-        rows = x + token * x_stride
-        parts = workspace + (split * num_tokens + token) * RANK_STRIDE
+        rows = x + token * x_stride + head * x_head_stride
+        parts = workspace + ((split * num_tokens + token) * NUM_HEADS + head) * RANK_STRIDE
         for first in range(0, rank, BLOCK_RANK):
             ranks = first + tl.arange(0, BLOCK_RANK)
             sums = tl.zeros((_TILE, BLOCK_RANK), dtype=tl.float32)
@@ -136,18 +181,22 @@ def _expand(
     workspace,
     out,
     out_stride,
+    out_head_stride,
     num_tokens,
     site,
     OUTPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
+    OWN_UPS: tl.constexpr,
     RANK_STRIDE: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """What ``_shrink`` gave, times ``up``, added to some outputs of a tile."""
     await_grid(PDL)
     tile = tl.program_id(0)
+    head = tl.program_id(2)
     table = tl.load(tables + tile)
     if table != 0:
         entry = table.to(tl.pointer_type(tl.int64)) + site * _ENTRY
@@ -155,6 +204,8 @@ def _expand(
         rank = tl.load(entry + 2).to(tl.int32)
         token = tl.load(tokens + tile * _TILE + tl.arange(0, _TILE)).to(tl.int64)
         outputs = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+        if OWN_UPS:
+            up += head.to(tl.int64) * rank * OUTPUTS
         if rank > 0:
             sums = tl.zeros((_TILE, BLOCK_OUTPUTS), dtype=tl.float32)
             for first in range(0, rank, BLOCK_RANK):
@@ -162,7 +213,7 @@ def _expand(
                 own = (token >= 0)[:, None] & (ranks < rank)[None, :]
                 inner = tl.zeros((_TILE, BLOCK_RANK), dtype=tl.float32)
                 for split in tl.static_range(SPLITS):
-                    parts = workspace + (split * num_tokens + token) * RANK_STRIDE
+                    parts = workspace + ((split * num_tokens + token) * NUM_HEADS + head) * RANK_STRIDE
                     inner += tl.load(parts[:, None] + ranks[None, :], mask=own, other=0.0)
                 weights = tl.load(
                     up + outputs[None, :].to(tl.int64) * rank + ranks[:, None],
@@ -170,7 +221,7 @@ def _expand(
                     other=0.0,
                 )
                 sums = tl.dot(inner, weights, sums, input_precision="ieee")
-            place = out + (token * out_stride)[:, None] + outputs[None, :]
+            place = out + (token * out_stride + head * out_head_stride)[:, None] + outputs[None, :]
             within = (token >= 0)[:, None] & (outputs < OUTPUTS)[None, :]
             before = tl.load(place, mask=within, other=0.0).to(tl.float32)
             tl.store(place, (before + sums).to(out.dtype.element_ty), mask=within)

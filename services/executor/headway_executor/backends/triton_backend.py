@@ -24,7 +24,7 @@ from headway_executor.checkpoint.random_weights import RandomCheckpoint
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL
 from headway_executor.gpu.decoder import check_kernels_have
-from headway_executor.gpu.device_adapters import DeviceAdapter, with_gates_of_channels, with_table
+from headway_executor.gpu.device_adapters import DeviceAdapter, with_table, without_shared_channels
 from headway_executor.gpu.device_parts import DeviceParts, ModelFiles
 from headway_executor.gpu.device_stage import DeviceStage
 from headway_executor.gpu.drawing_steps import DrawingSteps
@@ -46,7 +46,7 @@ from headway_executor.models.model_settings import (
     settings_of,
 )
 from headway_executor.models.part import ModelPart, part_of, whole
-from headway_executor.models.rope import halves
+from headway_executor.models.rope import halves_in_front
 from headway_executor.models.state_memory import check_draft, check_speculation
 from headway_executor.models.stored_names import as_stored
 from headway_executor.models.tensor_shapes import check_tensors, expected_tensors
@@ -246,9 +246,9 @@ def _open_draft(config: BackendConfig, draft: ModelSettings | None) -> AbstractC
 
 def _adapters(config: BackendConfig, model_config: ModelConfig, part: ModelPart, device: torch.device) -> ModelAdapters:
     def placed(weights: AdapterWeights) -> DeviceAdapter:
-        return with_table(on_device(with_gates_of_channels(weights, model_config.head_dim), device))
+        return with_table(on_device(without_shared_channels(weights, model_config.attention), device))
 
-    adapters = ModelAdapters(model_config, halves, part, place=placed)
+    adapters = ModelAdapters(model_config, halves_in_front, part, place=placed)
     for name, directory in config.adapters.items():
         adapters.load(adapters.read(name, directory))
     return adapters

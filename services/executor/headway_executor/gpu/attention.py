@@ -14,7 +14,7 @@ from torch import Tensor
 from headway_executor.gpu.device_step import DeviceStep
 from headway_executor.gpu.linear import DeviceLinear
 from headway_executor.gpu.step_columns import ColumnViews
-from headway_executor.models.attention_config import AttentionConfig
+from headway_executor.models.attention_config import AttentionConfig, GateKind
 from headway_executor.models.kv_layout import KvPlace
 from headway_kernels.gpu.attention.paged import (
     AttentionRows,
@@ -23,9 +23,10 @@ from headway_kernels.gpu.attention.paged import (
     paged_attention,
     plan_attention,
 )
-from headway_kernels.gpu.attention.tuning import AttentionTuning, tokens_per_tile
+from headway_kernels.gpu.attention.tuning import AttentionTuning, latent_groups, tokens_per_tile
 from headway_kernels.gpu.norm import add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
+from headway_kernels.gpu.tunings import Tunings
 
 
 class AttentionSpace:
@@ -33,7 +34,8 @@ class AttentionSpace:
 
     ``tuning``: over keys and values as they are stored; ``block_size``: of the pool. ``memory``, of any shape, takes queries, keys,
     values and gates; layers of other sizes share it, and the ``workspace``, which has as many rows as a step.
-    ``attended`` ``[max_num_tokens, heads * head_dim]``.
+    ``attended`` ``[max_num_tokens, heads * head_dim]``, of latent attention with the rank in place of ``head_dim``.
+    ``num_groups`` of heads read the same keys.
     """
 
     def __init__(
@@ -48,18 +50,19 @@ class AttentionSpace:
     ) -> None:
         device, max_num_rows = memory.device, len(workspace.arrived)
         self.tuning = tuning
-        self.query_width = config.num_heads * config.head_dim
-        self.qkv_width = self.query_width + 2 * config.num_kv_heads * config.head_dim
+        num_heads = config.num_heads
+        self.num_groups = groups_of(config, tuning)
+        self.query_width = num_heads * config.vector_dim
+        self.qkv_width = self.query_width + config.num_vectors * config.vector_dim
         self._width = _num_made(config)
         self._memory = memory.view(-1)
         # Padding is never written: zeros keep NaN out of the products.
-        self.attended = torch.zeros(max_num_tokens, self.query_width, dtype=memory.dtype, device=device)
-        self.workspace = workspace.of(config.num_heads, config.head_dim)
-        self._block = (2 * config.num_kv_heads, block_size, config.head_dim)
-        self._num_kv_heads = config.num_kv_heads
+        self.attended = torch.zeros(max_num_tokens, num_heads * config.summed_dim, dtype=memory.dtype, device=device)
+        self.workspace = workspace.of(num_heads, config.summed_dim)
+        self._block = (config.num_vectors, block_size, config.vector_dim)
         self._plan = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
         self._splits_per_item = torch.ones(1, dtype=torch.int32, device=device)
-        self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, tuning)
+        self._tokens_per_tile = tokens_per_tile(num_heads, self.num_groups, tuning)
 
     def made(self, num_tokens: int, *, queries_alone: bool = False) -> Tensor:
         """Memory for queries, keys and values side by side, and gates behind them, if there are any."""
@@ -67,7 +70,7 @@ class AttentionSpace:
         return self._memory[: num_tokens * width].view(num_tokens, width)
 
     def layer_of(self, pool: Tensor, place: KvPlace) -> Tensor:
-        """A layer's part of a pool: ``[num_blocks, 2 * kv_heads, block_size, head_dim]``, of codes one wider."""
+        """A layer's part of a pool: ``[num_blocks, 2 * kv_heads, block_size, head_dim]``, of codes one wider; or of rows."""
         if pool.dim() > 3:
             return pool[place.layer]
         # Layers stand behind each other in each block.
@@ -91,13 +94,28 @@ class AttentionSpace:
             splits_per_item=self._splits_per_item,
             tokens_per_tile=self._tokens_per_tile,
         )
-        plan_attention(self.rows, self._num_kv_heads, most_tokens=most_tokens)
+        plan_attention(self.rows, self.num_groups, most_tokens=most_tokens)
 
 
 def _num_made(config: AttentionConfig) -> int:
-    """Columns of queries, keys, values and gates."""
+    """Columns of queries, keys, values and gates; of latent attention, of queries alone."""
+    if config.latent is not None:
+        return config.num_heads * config.vector_dim
     num_gates = 0 if config.gates == "none" else config.num_heads
     return (config.num_heads + 2 * config.num_kv_heads + num_gates) * config.head_dim
+
+
+def groups_of(config: AttentionConfig, tuning: AttentionTuning) -> int:
+    """Of heads that programs attend with: those of a key-value head, or as many as a tile holds."""
+    return config.num_kv_heads if config.latent is None else latent_groups(config.num_heads, tuning)
+
+
+def attention_tuning(
+    tunings: Tunings, attention: AttentionConfig, dtype: torch.dtype, *, is_coded: bool
+) -> AttentionTuning:
+    """The tiles for layers that attend so, of a model in ``dtype``, over a pool of codes or of numbers."""
+    is_latent = attention.latent is not None
+    return tunings.of_attention(attention.summed_dim, dtype, is_coded=is_coded, is_latent=is_latent)
 
 
 def attention_spaces(
@@ -114,7 +132,7 @@ def attention_spaces(
     if not configs:
         return {}
     memory = torch.empty(max_num_tokens, max(map(_num_made, configs)), dtype=dtype, device=device)
-    most = (max(config.num_heads for config in configs), max(config.head_dim for config in configs))
+    most = (max(config.num_heads for config in configs), max(config.summed_dim for config in configs))
     workspace = AttentionWorkspace.allocate(max_num_rows, *most, device)
     return {
         config: AttentionSpace(config, tuning_of(config), block_size, memory, workspace, max_num_tokens=max_num_tokens)
@@ -169,7 +187,7 @@ class DeviceAttention:
             attended,
             space.rows,
             space.workspace,
-            num_kv_heads=config.num_kv_heads,
+            num_kv_heads=space.num_groups,
             scale=config.scale,
             window=self.window,
             soft_cap=config.softcap,
@@ -180,9 +198,7 @@ class DeviceAttention:
             tuning=space.tuning,
         )
         if config.gates != "none":
-            gates = qkv[:, space.qkv_width :]
-            is_sigmoid = config.gate_kind == "sigmoid"
-            attended.mul_(gates.sigmoid_() if is_sigmoid else torch.ops.aten.softplus.out(gates, out=gates))
+            multiply_by_gates(attended, qkv[:, space.qkv_width :], config.gate_kind)
         self.output(attended, out)
 
     def _prepare(self, qkv: Tensor) -> None:
@@ -221,3 +237,8 @@ class DeviceAttention:
             eps=self.norm_eps,
             query_factors=self.query_factors,
         )
+
+
+def multiply_by_gates(attended: Tensor, gates: Tensor, kind: GateKind) -> None:
+    """In place, with what is taken of ``gates``, which change."""
+    attended.mul_(gates.sigmoid_() if kind == "sigmoid" else torch.ops.aten.softplus.out(gates, out=gates))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from headway_executor.gpu.attention import AttentionSpace, DeviceAttention
-from headway_executor.gpu.latent import LatentQkv, latent_space
+from headway_executor.gpu.device_step import Mixing
+from headway_executor.gpu.latent import AdaptedHeads, DeviceHeads, HeadsLinear, LatentAttention, LatentSpace
 from headway_executor.gpu.linear import DeviceLinear
 from headway_executor.gpu.loaded_parts import LoadedParts
 from headway_executor.gpu.norm import DeviceNorm, NormedLinear
@@ -37,16 +38,24 @@ class AttentionLoader:
         self._spaces = spaces
         self._places = places
         latent, device = parts.config.attention.latent, parts.device
-        self._latent_space = None if latent is None else latent_space(latent, parts.max_num_tokens, parts.dtype, device)
+        self._latent_space = (
+            None
+            if latent is None
+            else LatentSpace(latent, len(parts.part.heads), parts.max_num_tokens, parts.dtype, device)
+        )
         # Layers that are alike share memory.
         self._table = cache(lambda rotary, head_dim: _table(rotary, head_dim, max_model_len, device))
         self._slopes = cache(lambda attention: _slopes(attention, device))
         self._growth = cache(lambda growth: query_factors(growth, max_model_len).to(device))
 
-    def load(self, index: int) -> DeviceAttention:
+    def load(self, index: int) -> Mixing:
         """Of the layer with this number."""
+        latent = self._parts.tensors.latent(index)
+        return self._attention(index) if latent is None else self._latent(index, latent)
+
+    def _attention(self, index: int) -> DeviceAttention:
         config, tensors, place = self._parts.config, self._parts.tensors, self._places[index]
-        layer, latent, sinks = config.layers[index], tensors.latent(index), tensors.sinks(index)
+        layer, sinks = config.layers[index], tensors.sinks(index)
         attention = self._parts.part.attention(config.attention_of(index))
         are_centred = config.attention.qk_norm == "layer"
         weights, biases = tensors.head_norms.weight(index), tensors.head_norms.bias(index)
@@ -58,9 +67,7 @@ class AttentionLoader:
             space=self._spaces[attention],
             place=place,
             is_reading=layer.keys_of is not None,
-            qkv=self._parts.projection(index, AdapterSite.QKV, lambda read: read.qkv(index))
-            if latent is None
-            else self._latent(index, latent),
+            qkv=self._parts.projection(index, AdapterSite.QKV, lambda read: read.qkv(index)),
             query_norm=None if query_norm is None else self._parts.norm_weight(query_norm),
             key_norm=None if key_norm is None else self._parts.norm_weight(key_norm),
             head_weights=self._parts.wide(weights) if weights is not None and are_centred else None,
@@ -68,16 +75,20 @@ class AttentionLoader:
             norm_eps=config.norm.eps,
             cosines=cosines,
             sines=sines,
-            query_factors=None if layer.query_growth is None else self._growth(layer.query_growth),
-            output=self._parts.behind(index, config.names.output_norm, self._output(index, latent)),
+            query_factors=self._query_factors(index),
+            output=self._parts.behind(index, config.names.output_norm, self._output(index, None)),
             window=layer.window,
             sinks=None if sinks is None else self._parts.wide(sinks),
             slopes=self._slopes(attention),
         )
 
+    def _query_factors(self, index: int) -> Tensor | None:
+        growth = self._parts.config.layers[index].query_growth
+        return None if growth is None else self._growth(growth)
+
     def _output(self, index: int, latent: LatentTensors | None) -> DeviceLinear:
         attention = self._parts.config.attention_of(index)
-        inputs = self._parts.part.attended(attention.num_heads, attention.head_dim)
+        inputs = self._parts.part.attended(attention.num_heads, attention.attended_dim)
         if latent is None and not attention.value_dim:
             return self._parts.back(index, AdapterSite.OUTPUT, lambda read: read.output(index), inputs)
         # Of numbers: codes cannot be padded.
@@ -85,39 +96,50 @@ class AttentionLoader:
         own = self._parts.adapted(self._parts.weights.product(*padded), index, AdapterSite.OUTPUT)
         return own if self._parts.to_hidden is None else self._parts.to_hidden.product(own, inputs)
 
-    def _latent(self, index: int, latent: LatentTensors) -> LatentQkv:
-        """Of numbers: codes cannot be padded."""
-        config, query, query_in, gates = latent.config, latent.query(), latent.query_in(), latent.gates()
-        assert self._latent_space is not None
-        expansion, compress = latent.query_expansion(), latent.key_value_in()
-        if expansion is None or query_in is None:
-            assert query is not None
-            queries = self._parts.adapted(self._parts.weights.product(query, None), index, AdapterSite.LATENT_QUERY)
-        else:
-            queries = self._expansion(expansion, index, AdapterSite.LATENT_QUERY)
-            compress = torch.cat([query_in, compress])
-        width = config.query_rank or 0
+    def _latent(self, index: int, latent: LatentTensors) -> LatentAttention:
+        """Of numbers: parts of codes cannot change their order."""
+        model, config, query_in, place = self._parts.config, latent.config, latent.query_in(), self._places[index]
+        attention = self._parts.part.attention(model.attention_of(index))
+        query, gates, width = latent.query_expansion(), latent.gates(), config.query_rank or 0
+        compress = latent.key_value_in() if query_in is None else torch.cat([query_in, latent.key_value_in()])
         product = self._parts.weights.product(compress, None)
         if width:
             product = self._parts.adapted(product, index, AdapterSite.LATENT_QUERY_IN, slice(width))
-        return LatentQkv(
-            config,
-            len(self._parts.part.heads),
-            queries,
-            self._parts.adapted(product, index, AdapterSite.LATENT_IN, slice(width, None)),
-            self._expansion(latent.key_value_expansion(), index, AdapterSite.LATENT_EXPANSION),
-            self._latent_space,
-            None
-            if gates is None
-            else self._parts.adapted(
-                self._parts.weights.product(gates.repeat_interleave(config.key_dim, 0), None),
-                index,
-                AdapterSite.LATENT_GATES,
-            ),
+        cosines, sines = self._table(model.rotary(index), config.rotary_dim)
+        assert place is not None
+        assert self._latent_space is not None
+        return LatentAttention(
+            config=attention,
+            space=self._spaces[attention],
+            latent_space=self._latent_space,
+            place=place,
+            query=self._latent_product(index, latent.queries(), AdapterSite.LATENT_QUERY)
+            if query is None
+            else self._expansion(query, index, AdapterSite.LATENT_QUERY),
+            compress=self._parts.adapted(product, index, AdapterSite.LATENT_IN, slice(width, None)),
+            row_norm=self._parts.weights.here(latent.row_norm()),
+            absorb=self._heads(index, latent.to_keys()[:, config.rotary_dim :].mT, AdapterSite.LATENT_KEYS),
+            expand=self._heads(index, latent.to_values(), AdapterSite.LATENT_VALUES),
+            gates=None if gates is None else self._latent_product(index, gates, AdapterSite.LATENT_GATES),
+            cosines=cosines,
+            sines=sines,
+            query_factors=self._query_factors(index),
+            output=self._parts.behind(index, model.names.output_norm, self._output(index, latent)),
+            window=model.layers[index].window,
         )
 
+    def _latent_product(self, index: int, weight: Tensor, site: AdapterSite) -> DeviceLinear:
+        return self._parts.adapted(self._parts.weights.product(weight, None), index, site)
+
+    def _heads(self, index: int, weight: Tensor, site: AdapterSite) -> DeviceHeads:
+        """Products of heads, ``[heads, out, in]``."""
+        product = HeadsLinear(self._parts.weights.here(weight).contiguous())
+        if self._parts.adapters is None:
+            return product
+        return AdaptedHeads(product, self._parts.adapters, self._parts.part.layers.index(index), site)
+
     def _expansion(self, expansion: Expansion, index: int, site: AdapterSite) -> DeviceLinear:
-        product = self._parts.adapted(self._parts.weights.product(expansion.weight, None), index, site)
+        product = self._latent_product(index, expansion.weight, site)
         norm = DeviceNorm(self._parts.weights.here(expansion.norm), None, LATENT_EPS, is_centred=False)
         return NormedLinear(norm, product)
 
@@ -138,9 +160,9 @@ def _slopes(attention: AttentionConfig, device: torch.device) -> Slopes | None:
 
 
 def _table(rotary: Rotary | None, head_dim: int, max_model_len: int, device: torch.device) -> Tensor:
-    """Cosines and sines of a layer, ``[2, context, head_dim/2]``; without rope, those of no rotation."""
+    """Cosines and sines of the first channels of a head, ``[2, context, head_dim/2]``; without rope, those of no rotation."""
     if rotary is None:
         table = torch.ones(max_model_len, head_dim // 2, dtype=torch.complex64)
     else:
-        table = table_of(rotary, max_model_len)
+        table = table_of(rotary, max_model_len)[:, : head_dim // 2]
     return torch.stack([table.real, table.imag]).to(device)

@@ -79,7 +79,7 @@ def check_kernels_have(config: ModelConfig, place: RankPlace = ALONE) -> None:
             f"tensor_parallel {place.tensor_parallel} is not allowed with backend 'triton' and {config.architecture}, which has "
             f"{uncut}; allowed: 1, or backend torch"
         )
-    widest = max(attention.head_dim for attention in config.attentions)
+    widest = max(attention.summed_dim for attention in config.attentions)
     if widest > MOST_CHANNELS:
         missing = f"heads of {widest} channels"
     if missing:

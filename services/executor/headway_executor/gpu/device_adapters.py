@@ -19,16 +19,25 @@ from headway_executor.gpu.runtime import Runtime, UploadRing
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapter_files import MAX_RANK
 from headway_executor.models.adapters import AdapterSite, AdapterWeights, LowRank, ModelAdapters
+from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.config import ModelConfig
 from headway_kernels.gpu.experts.grouped import ExpertPairs
 from headway_kernels.gpu.experts.low_rank import add_low_rank_of_pairs
-from headway_kernels.gpu.linear.low_rank import ENTRY, TILE, add_low_rank, most_tiles, workspace_size
+from headway_kernels.gpu.linear.low_rank import (
+    ENTRY,
+    TILE,
+    add_low_rank,
+    add_low_rank_of_heads,
+    most_tiles,
+    workspace_size,
+)
 
 _PARTS = {AdapterSite.QKV: 3, AdapterSite.STATE_INPUTS: 6} | dict.fromkeys(
     (AdapterSite.GATE_UP, AdapterSite.SHARED_GATE_UP, AdapterSite.EXPERT_GATE_UP), 2
 )
 """Projections of a site at most, each with a rank of its own; others are one."""
 _OF_PAIRS = (AdapterSite.EXPERT_GATE_UP, AdapterSite.EXPERT_DOWN)
+_OF_HEADS = (AdapterSite.LATENT_KEYS, AdapterSite.LATENT_VALUES)
 _NUMBERS = {site: number for number, site in enumerate(AdapterSite)}
 
 
@@ -39,7 +48,7 @@ def _most_rank(site: AdapterSite) -> int:
 def _widths(config: ModelConfig) -> Iterator[tuple[AdapterSite, int]]:
     """The inputs of every site that the model has; of layers that differ, each."""
     hidden, latent = config.hidden_size, config.attention.latent
-    yield from ((AdapterSite.OUTPUT, of.num_heads * of.head_dim) for of in config.attentions)
+    yield from ((AdapterSite.OUTPUT, of.num_heads * of.attended_dim) for of in config.attentions)
     if latent is None:
         yield AdapterSite.QKV, hidden
     else:
@@ -47,7 +56,8 @@ def _widths(config: ModelConfig) -> Iterator[tuple[AdapterSite, int]]:
         yield AdapterSite.LATENT_QUERY_IN, hidden
         yield AdapterSite.LATENT_IN, hidden
         yield AdapterSite.LATENT_GATES, hidden
-        yield AdapterSite.LATENT_EXPANSION, latent.rank
+        yield AdapterSite.LATENT_KEYS, latent.plain_dim
+        yield AdapterSite.LATENT_VALUES, latent.rank
     for layer in config.layers:
         feed, state = layer.feed_forward, layer.recurrence
         if state is not None:
@@ -77,16 +87,17 @@ class DeviceAdapter(NamedTuple):
     table: Tensor
 
 
-def with_gates_of_channels(weights: AdapterWeights, key_dim: int) -> AdapterWeights:
-    """What is added to gates of heads, added to those of each of their channels, which latent attention has here."""
+def without_shared_channels(weights: AdapterWeights, attention: AttentionConfig) -> AdapterWeights:
+    """What is added to the keys of latent attention, which queries meet here with the channels behind the shared ones alone."""
 
-    def widened(sites: Mapping[AdapterSite, LowRank]) -> Mapping[AdapterSite, LowRank]:
-        gates = sites.get(AdapterSite.LATENT_GATES)
-        if gates is None:
+    def narrowed(sites: Mapping[AdapterSite, LowRank]) -> Mapping[AdapterSite, LowRank]:
+        keys = sites.get(AdapterSite.LATENT_KEYS)
+        if keys is None:
             return sites
-        return {**sites, AdapterSite.LATENT_GATES: gates._replace(up=gates.up.repeat_interleave(key_dim, 0))}
+        own = keys.down[..., attention.rotary_dim :].contiguous()
+        return {**sites, AdapterSite.LATENT_KEYS: keys._replace(down=own)}
 
-    return AdapterWeights(tuple(widened(sites) for sites in weights.layers))
+    return AdapterWeights(tuple(narrowed(sites) for sites in weights.layers))
 
 
 def with_table(weights: AdapterWeights) -> DeviceAdapter:
@@ -96,6 +107,8 @@ def with_table(weights: AdapterWeights) -> DeviceAdapter:
     for layer, sites in zip(entries, weights.layers, strict=True):
         for site, added in sites.items():
             device = added.down.device
+            assert added.down.is_contiguous(), "kernels find rows by their number"
+            assert added.up.is_contiguous(), "kernels find rows by their number"
             layer[_NUMBERS[site]] = added.down.data_ptr(), added.up.data_ptr(), added.up.shape[-1]
     return DeviceAdapter(weights.layers, torch.from_numpy(entries).to(device))
 
@@ -127,9 +140,9 @@ class DeviceAdapters:
         self._tokens = sent[2 * self._num_addresses :].view(self._num_tiles, TILE)
         self._of_large_step = self._addresses[:0]
         num_chosen = max((of_layer.routing.num_chosen for of_layer in experts), default=0)
+        rows = dict.fromkeys(_OF_PAIRS, num_chosen) | dict.fromkeys(_OF_HEADS, config.attention.num_heads)
         sizes = [
-            workspace_size(most_tokens * (num_chosen if site in _OF_PAIRS else 1), width, _most_rank(site))
-            for site, width in _widths(config)
+            workspace_size(most_tokens * rows.get(site, 1), width, _most_rank(site)) for site, width in _widths(config)
         ]
         self._workspace = torch.empty(max(sizes), dtype=torch.float32, device=runtime.device)
 
@@ -158,10 +171,23 @@ class DeviceAdapters:
         if len(inputs) > self.most_tokens:
             self._large.add(layer, site, inputs, outputs)
             return
-        num_tiles = most_tiles(len(inputs), self._max_num_rows)
-        tables, tokens = self._addresses[:num_tiles], self._tokens[:num_tiles]
-        place = {"site": _number(layer, site), "most_rank": _most_rank(site)}
-        add_low_rank(inputs, outputs, tables, tokens, self._workspace, **place)
+        tiles, most_rank = self._tiles_of(len(inputs)), _most_rank(site)
+        add_low_rank(inputs, outputs, *tiles, self._workspace, site=_number(layer, site), most_rank=most_rank)
+
+    def add_of_heads(self, layer: int, site: AdapterSite, inputs: Tensor, outputs: Tensor) -> None:
+        """As ``add``, of products of heads of latent attention, ``[tokens, heads, columns]``."""
+        if len(inputs) > self.most_tokens:
+            self._large.add_of_heads(layer, site, inputs, outputs)
+            return
+        add_low_rank_of_heads(
+            inputs,
+            outputs,
+            *self._tiles_of(len(inputs)),
+            self._workspace,
+            site=_number(layer, site),
+            most_rank=_most_rank(site),
+            own_downs=site == AdapterSite.LATENT_KEYS,
+        )
 
     def add_of_pairs(
         self, layer: int, site: AdapterSite, inputs: Tensor, outputs: Tensor, pairs: ExpertPairs, *, gathers: bool
@@ -172,6 +198,11 @@ class DeviceAdapters:
         tables = self._of_large_step if is_large else self._addresses[self._num_tiles :][:num_tokens]
         place = {"site": _number(layer, site), "most_rank": _most_rank(site)}
         add_low_rank_of_pairs(inputs, outputs, tables, pairs, self._workspace, **place, gathers=gathers)
+
+    def _tiles_of(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The tables and the tokens of a step's tiles."""
+        num_tiles = most_tiles(num_tokens, self._max_num_rows)
+        return self._addresses[:num_tiles], self._tokens[:num_tiles]
 
     def _send(self, of_tokens: list[DeviceAdapter | None]) -> None:
         tokens: dict[int, list[int]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from headway_executor.backend import BackendConfig, StepBatch
-from headway_executor.gpu.attention import AttentionSpace, attention_spaces
+from headway_executor.gpu.attention import AttentionSpace, attention_spaces, attention_tuning
 from headway_executor.gpu.block_mover import BlockMover
 from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL, LibraryChoice
 from headway_executor.gpu.decoder import Decoder, DecoderWeights
@@ -162,10 +162,10 @@ class DeviceParts:
     ) -> DeviceModel:
         """A model over these rows and columns."""
         config, (model_config, dtype, _) = self.config, files.settings
-        layout = vectors_layout(model_config, files.part, config.block_size, dtype, config.kv_cache_dtype, expands=True)
+        layout = vectors_layout(model_config, files.part, config.block_size, dtype, config.kv_cache_dtype)
 
         def tuning_of(attention: AttentionConfig) -> AttentionTuning:
-            return self._tunings.of_attention(attention.head_dim, dtype, is_coded=config.kv_cache_dtype == CODES)
+            return attention_tuning(self._tunings, attention, dtype, is_coded=config.kv_cache_dtype == CODES)
 
         attending = (index for index in files.part.layers if model_config.layers[index].attends)
         attention = attention_spaces(
@@ -236,7 +236,7 @@ class DeviceParts:
     def _mates(self, files: ModelFiles) -> DeviceMates | None:
         model_config, dtype, _ = files.settings
         degree = self.config.place.tensor_parallel
-        widths = {each.num_heads * each.head_dim for each in model_config.attentions} | {model_config.hidden_size}
+        widths = {each.num_heads * each.attended_dim for each in model_config.attentions} | {model_config.hidden_size}
         widest = max(-(-width // degree) for width in widths)
         widest = max(widest, *(_widest_inner(layer.feed_forward, degree) for layer in model_config.layers))
         return mates_of(

@@ -29,7 +29,7 @@ from headway_executor.models.config import FeedForwardConfig, ModelConfig
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.part import ModelPart, whole
-from headway_executor.models.rope import halves
+from headway_executor.models.rope import halves_in_front
 from headway_executor.models.stored_names import TensorSource
 from headway_kernels.gpu.tunings import Tunings
 
@@ -62,7 +62,7 @@ def load_decoder(
     def weights_of(part: ModelPart) -> DeviceWeights:
         return DeviceWeights(
             checkpoint,
-            lambda source: ModelTensors(config, source, halves, device, part),
+            lambda source: ModelTensors(config, source, halves_in_front, device, part),
             quantization,
             activations,
             dtype,

@@ -63,21 +63,15 @@ class StepAdapters:
             if added is not None:
                 _add(added, tokens, inputs, outputs)
 
-    def add_of_heads(self, layer: int, *, is_of_keys: bool, inputs: Tensor, outputs: Tensor) -> None:
-        """Add to the products of heads, ``[tokens, heads, ...]``, what each row's adapter makes of the expansion of latent
-        attention: of keys, whose product is turned, or of values.
-        """
+    def add_of_heads(self, layer: int, site: AdapterSite, inputs: Tensor, outputs: Tensor) -> None:
+        """As ``add``, of products of heads, ``[tokens, heads, ...]``, where one matrix of an addition is of each head."""
         for adapter, tokens in self.groups:
-            added = adapter.layers[layer].get(AdapterSite.LATENT_EXPANSION)
-            if added is None:
-                continue
-            down, up = added.down, added.up.view(2, inputs.shape[1], -1, len(added.down))[0 if is_of_keys else 1]
-            own = inputs.index_select(0, tokens).float()
-            if is_of_keys:
-                made = torch.einsum("thk,hkr->thr", own, up) @ down
-            else:
-                made = torch.einsum("thr,hkr->thk", own @ down.t(), up)
-            outputs.index_add_(0, tokens, made.to(outputs.dtype))
+            added = adapter.layers[layer].get(site)
+            if added is not None:
+                # Batches of heads; what all share is one of them.
+                own = inputs.index_select(0, tokens).float().transpose(0, 1)
+                made = own @ added.down.mT @ added.up.mT
+                outputs.index_add_(0, tokens, made.transpose(0, 1).to(outputs.dtype))
 
     def add_of_expert(self, number: int, layer: int, site: AdapterSite, inputs: Tensor, outputs: Tensor) -> None:
         """As ``add``, of one expert with its rows."""
@@ -113,12 +107,12 @@ class AdaptedProduct:
 class AdaptedHeads:
     """Products of heads of latent attention, and what each row's adapter adds; see ``StepAdapters.add_of_heads``."""
 
-    def __init__(self, product: Product, step: StepAdapters, layer: int, *, is_of_keys: bool) -> None:
+    def __init__(self, product: Product, step: StepAdapters, layer: int, site: AdapterSite) -> None:
         self._product = product
-        self._add = partial(step.add_of_heads, layer, is_of_keys=is_of_keys)
+        self._add = partial(step.add_of_heads, layer, site)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """``[tokens, heads, in] -> [tokens, heads, out]``."""
         outputs = self._product(inputs)
-        self._add(inputs=inputs, outputs=outputs)
+        self._add(inputs, outputs)
         return outputs

@@ -33,8 +33,9 @@ from headway_proto.wording import shown
 class AdapterSite(Enum):
     """A product of a layer to which an adapter may add.
 
-    A state has two of its own, and up to three more between them. Latent attention has five in place of ``QKV``: to queries,
-    to what queries are compressed to, to what keys and values are compressed to, from there to these, and to gates. A layer
+    A state has two of its own, and up to three more between them. Latent attention has six in place of ``QKV``: to queries,
+    to what queries are compressed to, to what keys and values are compressed to, from queries back through what makes keys of
+    that, from that to values, and to gates. A layer
     with experts has eight in place of ``GATE_UP`` and ``DOWN``. Of these, two are of all experts that tokens choose from, and
     two are before and behind those.
     """
@@ -51,7 +52,8 @@ class AdapterSite(Enum):
     LATENT_QUERY = auto()
     LATENT_QUERY_IN = auto()
     LATENT_IN = auto()
-    LATENT_EXPANSION = auto()
+    LATENT_KEYS = auto()
+    LATENT_VALUES = auto()
     LATENT_GATES = auto()
     ROUTER = auto()
     EXPERTS_IN = auto()
@@ -67,7 +69,7 @@ class LowRank(NamedTuple):
     """The addition to one fused projection: ``down`` ``[rank, in]``, ``up`` ``[out, rank]``, scaled; float32.
 
     The parts of a fused projection have ranks of their own, side by side, so ``up`` is zero outside of its blocks. Of
-    experts, both have one dimension more, the first.
+    experts, both have one dimension more, the first; of heads of latent attention, one has.
     """
 
     down: Tensor
@@ -238,7 +240,7 @@ class _Fusing:
         config = self._config.attention.latent
         if config is None or not self._config.layers[index].attends:
             return {}
-        query = WHOLE_QUERY if config.query_rank is None else QUERY
+        query, heads = WHOLE_QUERY if config.query_rank is None else QUERY, len(self._part.heads)
 
         def low_rank(name: str | None, up: Callable[[LatentTensors], Tensor | None]) -> LowRank | None:
             names = () if name is None else (config.prefix + name,)
@@ -248,7 +250,12 @@ class _Fusing:
             AdapterSite.LATENT_QUERY: low_rank(query, LatentTensors.queries),
             AdapterSite.LATENT_QUERY_IN: low_rank(QUERY_IN, LatentTensors.query_in),
             AdapterSite.LATENT_IN: low_rank(KEY_VALUE_IN, LatentTensors.key_value_in),
-            AdapterSite.LATENT_EXPANSION: low_rank(KEY_VALUE, LatentTensors.keys_and_values),
+            AdapterSite.LATENT_KEYS: _turned(
+                low_rank(KEY_VALUE, lambda tensors: tensors.to_keys().flatten(0, 1)), heads
+            ),
+            AdapterSite.LATENT_VALUES: _of_heads(
+                low_rank(KEY_VALUE, lambda tensors: tensors.to_values().flatten(0, 1)), heads
+            ),
             AdapterSite.LATENT_GATES: low_rank(config.gates, LatentTensors.gates),
         }
         return _those_there(found)
@@ -298,10 +305,10 @@ class _Fusing:
         return self._low_rank(index, [prefix + module for module in modules], up, own)
 
     def _attended(self, index: int, down: Tensor) -> Tensor:
-        """Of the projection behind attention; values are as wide there as keys."""
+        """Of the projection behind attention."""
         attention = self._config.attention_of(index)
-        own = self._part.attended(attention.num_heads, attention.head_dim)
-        if attention.stored_value_dim != attention.head_dim:
+        own = self._part.attended(attention.num_heads, attention.attended_dim)
+        if attention.stored_value_dim != attention.attended_dim:
             down = with_zeros(down.t(), attention).t()
         return self._here(down, own[self._part.place.tensor_rank])
 
@@ -335,6 +342,17 @@ def _latent_experts(tensors: ModelTensors, index: int) -> tuple[Tensor, Tensor]:
     products = tensors.experts(index).latent()
     assert products is not None
     return products
+
+
+def _of_heads(added: LowRank | None, num_heads: int) -> LowRank | None:
+    """``up`` by head: ``[heads, out, rank]``."""
+    return None if added is None else added._replace(up=added.up.view(num_heads, -1, len(added.down)))
+
+
+def _turned(added: LowRank | None, num_heads: int) -> LowRank | None:
+    """Of each head's product the other way round: ``down`` ``[heads, rank, out]``, ``up`` ``[in, rank]``."""
+    by_head = _of_heads(added, num_heads)
+    return None if by_head is None else LowRank(by_head.up.mT.contiguous(), by_head.down.t().contiguous())
 
 
 def _latent(tensors: ModelTensors, index: int) -> LatentTensors:

@@ -122,6 +122,31 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_sinks: bool = True
 
     @property
+    def num_vectors(self) -> int:
+        """Stored of a token: keys and values, or one row."""
+        return 2 * self.num_kv_heads if self.latent is None else 1
+
+    @property
+    def vector_dim(self) -> int:
+        """Channels of each, which are those of a query as it meets them."""
+        return self.head_dim if self.latent is None else self.latent.row_dim
+
+    @property
+    def num_shared(self) -> int:
+        """Channels of a row that are key alone; the others are value, too."""
+        return 0 if self.latent is None else self.latent.rotary_dim
+
+    @property
+    def summed_dim(self) -> int:
+        """Channels of a head's sum of vectors."""
+        return self.vector_dim - self.num_shared
+
+    @property
+    def attended_dim(self) -> int:
+        """Channels that a head gives: other values than those of latent attention are as wide as keys."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
     def stored_value_dim(self) -> int:
         """Channels of a value in the checkpoint."""
         return self.value_dim or (self.head_dim if self.latent is None else self.latent.value_dim)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from headway_executor.models.adapters import AdapterSite, AdapterWeights, LowRank, ModelAdapters
 from headway_executor.models.compiled_weights import ACTIVATIONS, with_padded_heads
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
-from headway_executor.models.latent_tensors import by_head, with_values_as_wide
+from headway_executor.models.latent_tensors import with_values_as_wide
 from headway_executor.models.part import ModelPart
 from headway_executor.models.rope import halves
 from headway_kernels.cpu.adapters import (
@@ -74,8 +74,10 @@ class _Layer:
         for site, (down, up) in added.items():
             if site in (AdapterSite.QKV, AdapterSite.LATENT_QUERY):
                 yield Site.QKV, _plain(down, self._padded(up))
-            elif site == AdapterSite.LATENT_EXPANSION:
-                yield from self._of_heads(down, up)
+            elif site == AdapterSite.LATENT_KEYS:
+                yield from ((latent_absorb(self._most_experts, head), _plain(own, up)) for head, own in enumerate(down))
+            elif site == AdapterSite.LATENT_VALUES:
+                yield from ((latent_values(self._most_experts, head), _plain(down, own)) for head, own in enumerate(up))
             elif site == AdapterSite.OUTPUT:
                 yield Site.OUTPUT, _plain(self._attended(down), up)
             elif site == AdapterSite.GATE_UP:
@@ -90,13 +92,6 @@ class _Layer:
             yield from () if compress is None else ((Site.COMPRESS, compress),)
         if self._feed.experts is not None:
             yield from self._of_experts(self._feed.experts, added)
-
-    def _of_heads(self, down: Tensor, up: Tensor) -> Iterator[tuple[int, LowRankUpdate]]:
-        """What adds ``up @ down`` to the weights of keys adds it, turned, to what rows are multiplied with."""
-        assert self._latent is not None
-        for head, (keys, values) in enumerate(zip(*by_head(self._latent, up), strict=True)):
-            yield latent_absorb(self._most_experts, head), _plain(keys.t(), down.t())
-            yield latent_values(self._most_experts, head), _plain(down, values)
 
     def _attended(self, down: Tensor) -> Tensor:
         """Of the projection behind attention."""

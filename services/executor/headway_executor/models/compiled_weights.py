@@ -21,7 +21,7 @@ from headway_executor.models.compiled import stored_heads
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RecurrenceConfig
 from headway_executor.models.expert_tensors import NormsOfExperts
 from headway_executor.models.kv_layout import KvPlace
-from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors, by_head, with_values_as_wide
+from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors, with_values_as_wide
 from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.part import ModelPart
@@ -252,15 +252,14 @@ class WeightLoader:
             assert query_expansion is not None
             queries = self._expansion(index, query_expansion)
             compress = torch.cat([query_in, compress])
-        gates, (norm, weight) = latent.gates(), latent.key_value_expansion()
-        keys, values = by_head(latent.config, weight)
+        gates = latent.gates()
         return PackedLatent(
             self._library,
             queries,
             self._linear(compress, None),
-            _float32(norm),
-            [self._linear(of_head.t(), None) for of_head in keys],
-            [self._linear(of_head, None) for of_head in values],
+            _float32(latent.row_norm()),
+            [self._linear(of_head.t(), None) for of_head in latent.to_keys()],
+            [self._linear(of_head, None) for of_head in latent.to_values()],
             num_shared=latent.config.rotary_dim,
             norm_eps=LATENT_EPS,
             gates=None if gates is None else self._linear(gates, None),

@@ -182,9 +182,9 @@ class _Loader:
             self._places[place],
         )
         assert kv_place is not None
-        head_dim = attention.head_dim
-        if attention.latent is not None:
-            num_kv_heads, head_dim = 1, attention.latent.row_dim
+        head_dim = attention.vector_dim
+        if latent is not None:
+            num_kv_heads = 1
         num_rotated = num_heads + (0 if is_reading else num_kv_heads)
         has_values = attention.norms_values and not is_reading
         growth = layer.query_growth
@@ -196,7 +196,7 @@ class _Loader:
             output = self._make.dense(lambda read: read.output(index), place, AdapterSite.OUTPUT)
         back = self._make.back(
             self._make.behind_norm(index, config.names.output_norm, output),
-            self._part.attended(attention.num_heads, attention.head_dim),
+            self._part.attended(attention.num_heads, attention.attended_dim),
         )
         return Attention(
             shape=AttentionShape(
@@ -280,21 +280,19 @@ class _Loader:
             queries = InTurn((compress, norm, expand))
             if config.index is not None and not self._config.layers[index].sees_as_before:
                 key_index = self._key_index(InTurn((compress, norm)), latent.index(), config.index.num_chosen)
-        row_norm, weight = latent.key_value_expansion()
         num_heads = len(self._part.heads)
-        keys, values = weight.view(2, num_heads, config.key_dim, config.rank)
         qkv = LatentQkv(
             query=queries,
             compress=self._make.adapted(self._make.linear(latent.key_value_in()), place, AdapterSite.LATENT_IN),
-            norm=RmsNorm(self._make.placed(row_norm), LATENT_EPS),
-            absorb=self._make.of_heads(keys, place, is_of_keys=True),
+            norm=RmsNorm(self._make.placed(latent.row_norm()), LATENT_EPS),
+            absorb=self._make.of_heads(latent.to_keys(), place, AdapterSite.LATENT_KEYS),
             rank=config.rank,
             num_heads=num_heads,
             gates=None
             if gates is None
             else self._make.adapted(self._make.linear(gates), place, AdapterSite.LATENT_GATES),
         )
-        expand = self._make.of_heads(values.transpose(1, 2), place, is_of_keys=False)
+        expand = self._make.of_heads(latent.to_values().transpose(1, 2), place, AdapterSite.LATENT_VALUES)
         return qkv, LatentValues(expand, config.rank, num_heads), key_index
 
     def _key_index(self, compress: Product, tensors: IndexTensors, num_chosen: int) -> KeyIndex:

@@ -99,10 +99,10 @@ class EagerProducts:
         """With what adapters add at a ``site`` of layer ``place`` of the stage; ``number``: of an expert."""
         return product if self.adapters is None else AdaptedProduct(product, self.adapters, place, site, number)
 
-    def of_heads(self, weight: Tensor, place: int, *, is_of_keys: bool) -> Product:
+    def of_heads(self, weight: Tensor, place: int, site: AdapterSite) -> Product:
         """A product of each head of latent attention, ``[heads, in, out]``, with what adapters add."""
         product = HeadProducts(self.placed(weight))
-        return product if self.adapters is None else AdaptedHeads(product, self.adapters, place, is_of_keys=is_of_keys)
+        return product if self.adapters is None else AdaptedHeads(product, self.adapters, place, site)
 
     def back(self, own: Product, inputs: Cut) -> Product:
         """A projection back to the hidden state."""

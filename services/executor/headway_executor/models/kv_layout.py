@@ -80,18 +80,12 @@ def vectors_layout(
     block_size: int,
     dtype: torch.dtype,
     kv_cache_dtype: str,
-    *,
-    expands: bool = False,
 ) -> KvLayout:
-    """Of a part whose blocks are vectors of heads, see ``kv_vectors``; of latent attention, rows of tokens, unless it
-    ``expands`` them before they are stored.
-    """
+    """Of a part whose blocks are vectors of heads, see ``kv_vectors``, or rows of tokens: latent attention."""
 
     def block_of(attention: AttentionConfig) -> StoredBlock:
-        num_vectors, width = 2 * len(part.kv_heads_of(attention.num_kv_heads)), attention.head_dim
-        if attention.latent is not None and not expands:
-            num_vectors, width = 1, attention.latent.row_dim
-        return stored_block(kv_cache_dtype, (num_vectors + config.has_index, block_size, width), dtype)
+        num_vectors = part.attention(attention).num_vectors + config.has_index
+        return stored_block(kv_cache_dtype, (num_vectors, block_size, attention.vector_dim), dtype)
 
     layout = kv_layout(config, part.layers, block_of)
     if kv_cache_dtype == CODES and len(layout.block.shape) == 1:

@@ -2,8 +2,8 @@
 
 Owns: their names, the order and padding of channels, one rank's heads. Must not know: files, the rest of a layer.
 
-Keys and values come from one compressed row of a token (DeepSeek-AI 2024, arXiv 2405.04434). In a head, the channels that
-are rotated come first here, and values are padded to the width of keys. Every rank has a whole index of keys.
+Keys and values come from one compressed row of a token (DeepSeek-AI 2024, arXiv 2405.04434). In a head of keys, the channels
+that are rotated come first here. Every rank has a whole index of keys.
 """
 
 from collections.abc import Callable, Iterator
@@ -126,25 +126,24 @@ class LatentTensors:
         stored = self._read(f"{KEY_VALUE_IN}.weight")
         return torch.cat([stored[: self.config.rank], stored[self.config.rank :][self._order[self.shared_places()]]])
 
-    def key_value_expansion(self) -> Expansion:
-        """To keys, then values: ``[2 * heads * key_dim]``; the channels that keys share are zeros."""
-        return Expansion(self._read(f"{_KEY_VALUE_NORM}.weight"), self.keys_and_values())
+    def row_norm(self) -> Tensor:
+        """Of what keys and values are made of: ``[rank]``."""
+        return self._read(f"{_KEY_VALUE_NORM}.weight")
 
-    def keys_and_values(self) -> Tensor:
-        """Of that, the weight."""
-        config = self.config
-        by_head = self._of_heads(KEY_VALUE, config.plain_dim + config.value_dim)
-        keys = functional.pad(by_head[:, : config.plain_dim], (0, 0, config.rotary_dim, 0))[:, self._order]
-        values = functional.pad(by_head[:, config.plain_dim :], (0, 0, 0, config.key_dim - config.value_dim))
-        return torch.cat([keys, values]).flatten(0, 1)
+    def to_keys(self) -> Tensor:
+        """From a compressed row to keys, ``[heads, key_dim, rank]``; the channels that they share are zeros."""
+        plain_dim, rotary_dim = self.config.plain_dim, self.config.rotary_dim
+        return functional.pad(self._keys_and_values()[:, :plain_dim], (0, 0, rotary_dim, 0))[:, self._order]
+
+    def to_values(self) -> Tensor:
+        """From there to values, ``[heads, value_dim, rank]``."""
+        return self._keys_and_values()[:, self.config.plain_dim :]
 
     def output(self) -> Tensor:
-        """``[own_hidden, all heads * key_dim]``."""
-        part, value_dim = self._part, self.config.value_dim
-        rows, columns = (None, self._channels(value_dim)) if part.is_fast else (part.own_hidden, None)
-        stored = self._read(f"{self.config.output}.weight", rows, columns)
-        by_head = stored.view(len(stored), stored.shape[1] // value_dim, value_dim)
-        return functional.pad(by_head, (0, self.config.key_dim - self.config.value_dim)).flatten(1)
+        """``[own_hidden, all heads * value_dim]``."""
+        part = self._part
+        rows, columns = (None, self._channels(self.config.value_dim)) if part.is_fast else (part.own_hidden, None)
+        return self._read(f"{self.config.output}.weight", rows, columns)
 
     def gates(self) -> Tensor | None:
         """``[heads, hidden]``, or None."""
@@ -171,6 +170,9 @@ class LatentTensors:
     def _read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
         return self._read_named(self.config.prefix + name, rows, columns)
 
+    def _keys_and_values(self) -> Tensor:
+        return self._of_heads(KEY_VALUE, self.config.plain_dim + self.config.value_dim)
+
     def _of_heads(self, name: str, head_dim: int) -> Tensor:
         """``[heads, head_dim, inputs]``."""
         stored = self._read(f"{name}.weight", self._channels(head_dim))
@@ -180,15 +182,7 @@ class LatentTensors:
         return range(self._part.heads.start * head_dim, self._part.heads.stop * head_dim)
 
 
-def by_head(config: LatentConfig, expansion: Tensor) -> tuple[Tensor, Tensor]:
-    """What is of keys, ``[heads, key_dim, n]``, and of values, ``[heads, value_dim, n]``, in ``keys_and_values``, or in what an
-    adapter adds to that.
-    """
-    keys, values = expansion.view(2, -1, config.key_dim, expansion.shape[1])
-    return keys, values[:, : config.value_dim]
-
-
 def with_values_as_wide(config: LatentConfig, behind: Tensor, width: int) -> Tensor:
-    """What reads the values of heads, ``[n, heads * key_dim]``, for heads with so many columns each, in place of ``key_dim``."""
-    values = behind.view(len(behind), -1, config.key_dim)[..., : config.value_dim]
+    """What reads the values of heads, ``[n, heads * value_dim]``, for heads of ``width`` columns; those behind values are zeros."""
+    values = behind.view(len(behind), -1, config.value_dim)
     return functional.pad(values, (0, width - config.value_dim)).flatten(1)

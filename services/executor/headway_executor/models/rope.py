@@ -8,7 +8,8 @@ scaling, "Dynamically Scaled RoPE" (u/emozilla, 2023); YaRN, Peng et al. 2023 (a
 Ministral 3 in transformers, after Nakanishi 2025 (arXiv 2501.19399).
 
 In the table, a head is pairs of channels. Loading brings a family's channels into the order that its reader needs
-(``halves``: channels i and i + d/2; ``interleaved``: neighbours). Pairs behind the rotated part of a head turn by nothing.
+(``halves``: channels i and i + d/2; ``halves_in_front``: the same, but of the rotated part of latent attention alone;
+``interleaved``: neighbours). Pairs behind the rotated part of a head turn by nothing.
 """
 
 import math
@@ -75,6 +76,16 @@ def halves(head_dim: int, attention: AttentionConfig | None = None) -> Tensor:
     if attention.turns_back:  # As the other channel of each pair turns forward.
         pairs = pairs.flip(0)
     return torch.cat([pairs, rest], 1).reshape(-1)
+
+
+def halves_in_front(head_dim: int, attention: AttentionConfig | None = None) -> Tensor:
+    """As ``halves``; in latent attention all rotated channels come before the others."""
+    order = halves(head_dim, attention)
+    if attention is None or attention.latent is None:
+        return order
+    pairs = attention.rotary_dim // 2
+    by_half = order.view(2, -1)
+    return torch.cat([by_half[:, :pairs].reshape(-1), by_half[:, pairs:].reshape(-1)])
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:
