@@ -37,7 +37,7 @@ from gpu_shapes import SHAPES, Shape, config_of
 from gpu_stepping import BLOCK_SIZE, SteppedBackend, device_ms
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.triton_backend import TritonBackend
-from headway_executor.gpu.attention import attention_tuning
+from headway_executor.gpu.attention import tile_sizes_of
 from headway_executor.gpu.chunk_library import LIBRARIES, lacking
 from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.memory.host_speed import measure_device, measure_host
@@ -267,7 +267,9 @@ class AttentionBenchmark:
     def _launching(self, load: AttentionLoad) -> Callable[[], None]:
         tunings = tunings_of(AUTO, self._device.device)
         is_coded = self._kv_cache_dtype == CODES
-        return load.launching(attention_tuning(tunings, self._config.attention, self._dtype, is_coded=is_coded))
+        return load.launching(
+            tunings.of_attention(tile_sizes_of(self._config.attention, self._dtype, is_coded=is_coded))
+        )
 
 
 def swap_lines(

@@ -32,6 +32,7 @@ from torch import Tensor
 from gpu_attention import AttentionLoad
 from gpu_device import Device
 from gpu_shapes import SHAPES, Shape, config_of
+from headway_executor.gpu.attention import tile_sizes_of
 from headway_executor.gpu.tuning_file import (
     AttentionTiles,
     KernelTiles,
@@ -45,7 +46,7 @@ from headway_executor.gpu.tuning_file import (
 from headway_executor.models.config import ModelConfig
 from headway_executor.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
-from headway_kernels.gpu.attention.tuning import AttentionTuning, padded_head, stored_bytes
+from headway_kernels.gpu.attention.tuning import AttentionTuning
 from headway_kernels.gpu.experts.float8 import are_many, multiply_rounded_pairs
 from headway_kernels.gpu.experts.grouped import ExpertPairs, multiply_pairs, sort_pairs
 from headway_kernels.gpu.linear.float8 import FLOAT8_TILINGS, float8_linear, is_native, tiling_of, workspace_size
@@ -222,7 +223,8 @@ class Tuner:
 
     def _attention(self, kv_cache_dtype: str) -> AttentionTiles:
         is_coded = kv_cache_dtype != KV_CACHE_DTYPES[0]
-        shipped = self._shipped.of_attention(self._config.head_dim, self._dtype, is_coded=is_coded)
+        sizes = tile_sizes_of(self._config.attention, self._dtype, is_coded=is_coded)
+        shipped = self._shipped.of_attention(sizes)
         batch, context = self._shape.attention_decode
         prompt = self._shape.attention_prefill
         decodes = [self._attention_load(kv_cache_dtype, rows, context, 1) for rows in (batch, 1)]
@@ -233,8 +235,7 @@ class Tuner:
             pairs = [Load(load.name, _one_kind(load.launching, shipped, kind), load.out) for load in loads]
             best = self._climb(f"{kind}, KV cache {kv_cache_dtype}", pairs, getattr(shipped, kind), names)
             found[kind] = KernelTiles(**asdict(best))
-        width = stored_bytes(self._dtype, is_coded=is_coded)
-        return AttentionTiles(padded_head(self._config.head_dim), width, found["decode"], found["chunk"])
+        return AttentionTiles(sizes.channels, sizes.stored_bytes, found["decode"], found["chunk"], sizes.is_latent)
 
     def _attention_load(self, kv_cache_dtype: str, batch: int, context: int, num_queries: int) -> Load[AttentionTuning]:
         sizes = {"batch": batch, "context": context, "num_queries": num_queries}
@@ -334,7 +335,7 @@ def merged(old: TuningFile | None, new: TuningFile) -> TuningFile:
     """What ``new`` has, and what only ``old`` has."""
     if old is None or old.device != new.device:
         return new
-    attention = {(tiles.head_dim, tiles.stored_bytes): tiles for tiles in (*old.attention, *new.attention)}
+    attention = {tiles.sizes: tiles for tiles in (*old.attention, *new.attention)}
     products = {(tiles.element_bytes, tiles.max_tokens or 0): tiles for tiles in (*old.products, *new.products)}
     pairs = {tiles.element_bytes: tiles for tiles in (*old.pairs, *new.pairs)}
     return msgspec.structs.replace(

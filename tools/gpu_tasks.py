@@ -89,6 +89,7 @@ def _other_speeds() -> list[Task]:
         ),
         _steps("steps states", 200, 400, "--sections", "decode,prefill", "--shape", "qwen3.5-9b"),
         _steps("steps latent", 250, 450, "--sections", "decode,prefill,attention", "--shape", "deepseek-v2-lite"),
+        _tune("tune latent", 350, 580, "--sections", "attention", "--shape", "deepseek-v2-lite"),
         _stack("peer", 300, 540),
     ]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from headway_kernels.gpu.attention.tuning import AttentionTuning, attention_tuning, padded_head, stored_bytes
+from headway_kernels.gpu.attention.tuning import AttentionTuning, TileSizes, attention_tuning
 from headway_kernels.gpu.linear.float8 import FLOAT8_TILINGS
 from headway_kernels.gpu.linear.quantized import FLOAT32_TILINGS, TILINGS, Tiling
 from headway_kernels.gpu.linear.skinny import MOST_TOKENS
@@ -24,25 +24,17 @@ MOST_FEW_TOKENS = MOST_TOKENS
 class Tunings:
     """What a ``device`` has instead of the tiles that ship.
 
-    ``attention`` by padded head size and bytes of a stored element; ``products``, of more than ``MOST_FEW_TOKENS`` tokens,
-    and ``pairs`` of tokens and experts, by bytes of an element of the inputs.
+    ``products``, of more than ``MOST_FEW_TOKENS`` tokens, and ``pairs`` of tokens and experts, by bytes of an element of the inputs.
     """
 
     device: torch.device
-    attention: Mapping[tuple[int, int], AttentionTuning] = field(default_factory=dict)
+    attention: Mapping[TileSizes, AttentionTuning] = field(default_factory=dict)
     products: Mapping[int, tuple[Tiling, ...]] = field(default_factory=dict)
     pairs: Mapping[int, Tiling] = field(default_factory=dict)
 
-    def of_attention(
-        self, head_dim: int, dtype: torch.dtype, *, is_coded: bool, is_latent: bool = False
-    ) -> AttentionTuning:
-        """For heads of this size, of a model in ``dtype``, over a pool of codes or of numbers; of latent attention, for which
-        nobody measures tiles, ``head_dim`` is the rank.
-        """
-        found = self.attention.get((padded_head(head_dim), stored_bytes(dtype, is_coded=is_coded)))
-        if is_latent or found is None:
-            return attention_tuning(self.device, head_dim, dtype, is_coded=is_coded, is_latent=is_latent)
-        return found
+    def of_attention(self, sizes: TileSizes) -> AttentionTuning:
+        """For attention of these sizes."""
+        return self.attention.get(sizes) or attention_tuning(self.device, sizes)
 
     def of_products(self, dtype: torch.dtype) -> tuple[Tiling, ...]:
         """For products of weights as codes with inputs of ``dtype``, perhaps E4M3, by ascending number of tokens."""

@@ -1,5 +1,6 @@
 """Variants of the attention kernels, as the table of tile sizes and some models ask for them."""
 
+import torch
 from triton_compilation import CompileCase
 
 from headway_kernels.gpu.attention import kernels as attention_kernels
@@ -62,8 +63,9 @@ def model(
     below=1000,
 ):
     """The kernels of one model, cut as for devices of compute capability ``major``."""
-    size = {"*bf16": 2, "*fp16": 2, "*fp32": 4}[element]
-    tuning = attention_tuning.tuning_for(major, head_dim, size, is_coded=codes, is_latent=num_shared > 0)
+    dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[element]
+    sizes = attention_tuning.tile_sizes(head_dim, dtype, is_coded=codes, is_latent=num_shared > 0)
+    tuning = attention_tuning.tuning_for(major, sizes)
     if num_shared:  # Of so many heads, those of a program.
         group //= attention_tuning.latent_groups(group, tuning)
     tokens = max(1, tuning.chunk.query_tile // group)

@@ -15,7 +15,7 @@ from headway_kernels import kv_codes
 from headway_kernels.gpu.attention import paged as attention
 from headway_kernels.gpu.attention.paged import AttentionWorkspace, plan_attention
 from headway_kernels.gpu.attention.tiles import MAX_SPLITS, cut_decode, start_of_share
-from headway_kernels.gpu.attention.tuning import AttentionTuning, attention_tuning
+from headway_kernels.gpu.attention.tuning import AttentionTuning, attention_tuning, tile_sizes
 
 
 def check(shape, device):
@@ -293,7 +293,7 @@ def test_splits_are_equal_but_for_a_tile(window, key_tile, kernel_device):
 def test_the_devices_own_tuning(kernel_device):
     """As a backend calls it, with nothing said of tiles."""
     shape = Shape(((1, 300), (70, 150), (0, 0)), head_dim=64, num_kv_heads=1, block_size=16)
-    tuning = attention_tuning(kernel_device, shape.head_dim, shape.dtype)
+    tuning = attention_tuning(kernel_device, tile_sizes(shape.head_dim, shape.dtype))
     batch = Batch(replace(shape, query_tile=tuning.chunk.query_tile), kernel_device)
     out, expected = batch.attend(tuning=None), batch.expected()
     torch.testing.assert_close(out[: len(expected)].double(), expected, rtol=3e-6, atol=3e-6)

@@ -16,7 +16,7 @@ from headway_executor.gpu import chunk_library as module
 from headway_executor.gpu.chunk_library import LIBRARIES, LibraryChoice
 from headway_executor.gpu.preparation import try_largest_step
 from headway_executor.models.families import read_model_config
-from headway_kernels.gpu.attention.tuning import attention_tuning
+from headway_kernels.gpu.attention.tuning import attention_tuning, tile_sizes
 from headway_proto.sampling import SamplingParams
 
 pytestmark = [
@@ -186,7 +186,7 @@ def test_each_library_has_its_processors(capability, runs, monkeypatch):
 
 def choose(model, asked, *, seconds=None):
     warned = []
-    tuning = attention_tuning(CPU, 64, torch.bfloat16)
+    tuning = attention_tuning(CPU, tile_sizes(64, torch.bfloat16))
     sizes = (read_model_config(model), torch.bfloat16, tuning, CPU)
     choice = LibraryChoice(*sizes, block_size=8, is_coded=False, said=warned.append, seconds=seconds)
     return choice.of(asked, 64), warned

@@ -13,7 +13,7 @@ from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu.attention import attention_spaces
 from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.kv_layout import KvPlace
-from headway_kernels.gpu.attention.tuning import attention_tuning
+from headway_kernels.gpu.attention.tuning import attention_tuning, tile_sizes
 from headway_proto.sampling import SamplingParams
 from lora_files import merge_adapter, write_adapter
 from unit.executor.test_adapters import identities
@@ -69,7 +69,7 @@ def test_layers_of_all_sizes_share_what_they_need_one_after_the_other():
     ]
     spaces = attention_spaces(
         kinds,
-        lambda kind: attention_tuning(CPU, kind.head_dim, torch.float32),
+        lambda kind: attention_tuning(CPU, tile_sizes(kind.head_dim, torch.float32)),
         block_size=8,
         max_num_tokens=5,
         max_num_rows=3,

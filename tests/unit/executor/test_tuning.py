@@ -1,5 +1,6 @@
 """Measured tiles: how they are found, the file, and who gets them. Only the times are not a device's."""
 
+import itertools
 import json
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from headway_executor.backend import BackendConfig, BackendConfigError
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu import tuning_file
 from headway_executor.gpu.tuning_file import AttentionTiles, KernelTiles, ProductTiles, TuningFile, tunings_of
-from headway_kernels.gpu.attention.tuning import _TUNING, attention_tuning, tuning_for
+from headway_kernels.gpu.attention.tuning import _TUNING, TileSizes, attention_tuning, tile_sizes, tuning_for
 from headway_kernels.gpu.linear.quantized import FLOAT32_TILINGS, TILINGS
 from headway_kernels.gpu.tunings import Tunings, shipped_pair_tiling
 
@@ -88,8 +89,8 @@ def test_what_is_measured_is_what_a_model_gets(tmp_path, monkeypatch):
     path = gpu_tune.tune(arguments, lambda work: 1.0 + 1e-9 * -next(times))
     assert path == tmp_path / "headway" / "tunings" / "cpu.json"
     tunings, shipped = tunings_of("auto", CPU), Tunings(CPU)
-    found = tunings.of_attention(8, torch.float32, is_coded=False)
-    assert found.chunk != shipped.of_attention(8, torch.float32, is_coded=False).chunk
+    found = tunings.of_attention(tile_sizes(8, torch.float32))
+    assert found.chunk != shipped.of_attention(tile_sizes(8, torch.float32)).chunk
     assert tunings.of_products(torch.float32)[:1] == shipped.of_products(torch.float32)[:1]
     assert tunings.of_pairs(torch.float32) != shipped.of_pairs(torch.float32)
 
@@ -101,6 +102,20 @@ def test_what_is_measured_is_what_a_model_gets(tmp_path, monkeypatch):
     assert attention.space.tuning == found
     assert attention.space._tokens_per_tile == found.chunk.query_tile // 2
     assert attention.output._product._tilings == tunings.of_products(torch.float32)
+
+
+def test_tiles_of_latent_attention_are_measured_and_used(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_tune, "say", lambda _: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    times = iter(range(10**6, 0, -1))
+    words = ("--shape", "tiny-latent", "--device", "cpu", "--sections", "attention", "--most", "1", "--rounds", "1")
+    gpu_tune.tune(gpu_tune.parse_arguments([*words, "--margin", "0"]), lambda work: 1.0 + 1e-9 * -next(times))
+    make_checkpoint(tmp_path / "model", "deepseek_v2-lite")
+    backend = TritonBackend()
+    backend.open(BackendConfig(model=str(tmp_path / "model"), max_model_len=32, num_kv_blocks=4, max_num_seqs=2))
+    tuning = backend._model.parts.target.decoder._weights.layers[0].mixing.space.tuning
+    assert tuning == tunings_of("auto", CPU).of_attention(tile_sizes(16, torch.float32, is_latent=True))
+    assert tuning != Tunings(CPU).of_attention(tile_sizes(16, torch.float32, is_latent=True))
 
 
 @pytest.mark.parametrize(
@@ -177,10 +192,10 @@ def test_products_of_few_tokens_have_the_tiles_that_ship():
 def test_there_are_tiles_for_every_processor_head_and_dtype():
     for major in (8, 9, 10, 12):
         for head_dim in (8, 64, 80, 128, 256, 512):
-            for element_bytes, is_coded in ((2, False), (2, True), (4, False), (4, True)):
-                tuning = tuning_for(major, head_dim, element_bytes, is_coded=is_coded)
-                assert tuning.decode.key_tile <= 256
-    assert tuning_for(10, 256, 2) != tuning_for(9, 256, 2)
-    assert tuning_for(10, 128, 2) == tuning_for(9, 128, 2)
-    assert attention_tuning(CPU, 128, torch.float32).decode.num_stages == 1
+            for dtype, *kind in itertools.product((torch.bfloat16, torch.float32), (False, True), (False, True)):
+                sizes = tile_sizes(head_dim, dtype, is_coded=kind[0], is_latent=kind[1])
+                assert tuning_for(major, sizes).decode.key_tile <= 256
+    assert tuning_for(10, TileSizes(256, 2)) != tuning_for(9, TileSizes(256, 2))
+    assert tuning_for(10, TileSizes(128, 2)) == tuning_for(9, TileSizes(128, 2))
+    assert attention_tuning(CPU, tile_sizes(128, torch.float32)).decode.num_stages == 1
     assert {entry[2] for entry in _TUNING} == {1, 2, 4}

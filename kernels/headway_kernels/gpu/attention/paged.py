@@ -25,7 +25,13 @@ from torch import Tensor
 
 from headway_kernels.gpu.attention.kernels import chunk_kernel, decode_kernel, plan_kernel
 from headway_kernels.gpu.attention.tiles import BY_DISTANCE, BY_PLACE, LOG2_E, MAX_SPLITS, MIN_SPLIT
-from headway_kernels.gpu.attention.tuning import AttentionTuning, KernelTuning, attention_tuning, power_of_two
+from headway_kernels.gpu.attention.tuning import (
+    AttentionTuning,
+    KernelTuning,
+    attention_tuning,
+    power_of_two,
+    tile_sizes,
+)
 from headway_kernels.gpu.dependence import dependent_launch
 from headway_kernels.gpu.float8 import has_e4m3
 from headway_kernels.kv_codes import is_coded
@@ -163,9 +169,8 @@ def paged_attention(
     cap. Everything is float32, but weights are rounded to the dtype before they meet the values.
     """
     num_heads, head_dim = _check(query, pool_layer, out, rows, num_kv_heads, num_shared, scale)
-    tuning = tuning or attention_tuning(
-        query.device, head_dim, query.dtype, is_coded=is_coded(pool_layer), is_latent=num_shared > 0
-    )
+    sizes = tile_sizes(head_dim, query.dtype, is_coded=is_coded(pool_layer), is_latent=num_shared > 0)
+    tuning = tuning or attention_tuning(query.device, sizes)
     constants = {
         "GROUP": num_heads // num_kv_heads,
         "NUM_KV_HEADS": num_kv_heads,

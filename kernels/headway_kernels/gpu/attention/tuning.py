@@ -4,6 +4,7 @@ Owns: tunings. Must not know: what a kernel computes.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -43,6 +44,18 @@ class AttentionTuning:
 
 MOST_CHANNELS = 512
 """Of a head."""
+_LEAST_HEAD, _LEAST_RANK = 64, 256
+
+
+class TileSizes(NamedTuple):
+    """What tiles depend on: padded ``channels`` of a head, or of latent attention the padded rank, and the bytes of an element of
+    the pool; codes of a model of 16 bits have 1.
+    """
+
+    channels: int
+    stored_bytes: int
+    is_latent: bool = False
+
 
 # (compute capability's first number, padded head size, bytes of an element of the pool) -> tuning: the largest tiles that
 # need no local memory, or with heads of 512 channels little, by what compilers say. 9 is H100 and H200; B200 (10) takes their tiles where it has none of its own.
@@ -98,42 +111,29 @@ _LATENT: dict[tuple[int, int, int], AttentionTuning] = {
 _ON_CPU = AttentionTuning(KernelTuning(16, 64, 1, 1, 2), KernelTuning(64, 64, 1, 1, 2))
 
 
-def attention_tuning(
-    device: torch.device, head_dim: int, dtype: torch.dtype, *, is_coded: bool = False, is_latent: bool = False
-) -> AttentionTuning:
-    """The table's entry for this device, head size and dtype of the model, and for a pool of codes; of latent attention,
-    ``head_dim`` is the rank.
-    """
+def tile_sizes(head_dim: int, dtype: torch.dtype, *, is_coded: bool = False, is_latent: bool = False) -> TileSizes:
+    """Of a model in ``dtype``, over a pool of codes or of numbers; of latent attention, ``head_dim`` is the rank."""
+    stored_bytes = 1 if is_coded and dtype.itemsize == 2 else dtype.itemsize
+    least = _LEAST_RANK if is_latent else _LEAST_HEAD
+    return TileSizes(min(MOST_CHANNELS, max(least, power_of_two(head_dim))), stored_bytes, is_latent)
+
+
+def attention_tuning(device: torch.device, sizes: TileSizes) -> AttentionTuning:
+    """The table's entry for this device."""
     if device.type != "cuda":
         return _ON_CPU
-    major, _ = torch.cuda.get_device_capability(device)
-    return tuning_for(major, head_dim, dtype.itemsize, is_coded=is_coded, is_latent=is_latent)
+    return tuning_for(torch.cuda.get_device_capability(device)[0], sizes)
 
 
-def tuning_for(
-    major: int, head_dim: int, element_bytes: int, *, is_coded: bool = False, is_latent: bool = False
-) -> AttentionTuning:
-    """The nearest entry: of the newest generation up to ``major``, of the next padded head size."""
-    element_bytes = _stored_bytes(element_bytes, is_coded=is_coded)
-    table, width = (_LATENT, max(256, padded_head(head_dim))) if is_latent else (_TUNING, padded_head(head_dim))
-    known = [entry for entry in table if entry[0] <= major and entry[1:] == (width, element_bytes)]
+def tuning_for(major: int, sizes: TileSizes) -> AttentionTuning:
+    """The nearest entry: of the newest generation up to ``major``."""
+    table = _LATENT if sizes.is_latent else _TUNING
+    known = [entry for entry in table if entry[0] <= major and entry[1:] == sizes[:2]]
     if not known:
-        raise ValueError(f"no attention kernel for elements of {element_bytes} bytes on compute capability {major}.x")
+        raise ValueError(
+            f"no attention kernel for elements of {sizes.stored_bytes} bytes on compute capability {major}.x"
+        )
     return table[max(known)]
-
-
-def padded_head(head_dim: int) -> int:
-    """The head size whose tiles serve ``head_dim``."""
-    return min(MOST_CHANNELS, max(64, power_of_two(head_dim)))
-
-
-def stored_bytes(dtype: torch.dtype, *, is_coded: bool) -> int:
-    """Bytes of an element of the pool, as far as tiles differ by them; ``dtype`` is the model's."""
-    return _stored_bytes(dtype.itemsize, is_coded=is_coded)
-
-
-def _stored_bytes(element_bytes: int, *, is_coded: bool) -> int:
-    return 1 if is_coded and element_bytes == 2 else element_bytes
 
 
 def tokens_per_tile(num_heads: int, num_kv_heads: int, tuning: AttentionTuning) -> int:

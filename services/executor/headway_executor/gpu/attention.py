@@ -23,10 +23,9 @@ from headway_kernels.gpu.attention.paged import (
     paged_attention,
     plan_attention,
 )
-from headway_kernels.gpu.attention.tuning import AttentionTuning, latent_groups, tokens_per_tile
+from headway_kernels.gpu.attention.tuning import AttentionTuning, TileSizes, latent_groups, tile_sizes, tokens_per_tile
 from headway_kernels.gpu.norm import add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
-from headway_kernels.gpu.tunings import Tunings
 
 
 class AttentionSpace:
@@ -110,12 +109,9 @@ def groups_of(config: AttentionConfig, tuning: AttentionTuning) -> int:
     return config.num_kv_heads if config.latent is None else latent_groups(config.num_heads, tuning)
 
 
-def attention_tuning(
-    tunings: Tunings, attention: AttentionConfig, dtype: torch.dtype, *, is_coded: bool
-) -> AttentionTuning:
-    """The tiles for layers that attend so, of a model in ``dtype``, over a pool of codes or of numbers."""
-    is_latent = attention.latent is not None
-    return tunings.of_attention(attention.summed_dim, dtype, is_coded=is_coded, is_latent=is_latent)
+def tile_sizes_of(attention: AttentionConfig, dtype: torch.dtype, *, is_coded: bool) -> TileSizes:
+    """What the tiles of layers depend on that attend so, of a model in ``dtype``, over a pool of codes or of numbers."""
+    return tile_sizes(attention.summed_dim, dtype, is_coded=is_coded, is_latent=attention.latent is not None)
 
 
 def attention_spaces(

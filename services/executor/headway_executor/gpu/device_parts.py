@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from headway_executor.backend import BackendConfig, StepBatch
-from headway_executor.gpu.attention import AttentionSpace, attention_spaces, attention_tuning
+from headway_executor.gpu.attention import AttentionSpace, attention_spaces, tile_sizes_of
 from headway_executor.gpu.block_mover import BlockMover
 from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL, LibraryChoice
 from headway_executor.gpu.decoder import Decoder, DecoderWeights
@@ -165,7 +165,7 @@ class DeviceParts:
         layout = vectors_layout(model_config, files.part, config.block_size, dtype, config.kv_cache_dtype)
 
         def tuning_of(attention: AttentionConfig) -> AttentionTuning:
-            return attention_tuning(self._tunings, attention, dtype, is_coded=config.kv_cache_dtype == CODES)
+            return self._tunings.of_attention(tile_sizes_of(attention, dtype, is_coded=config.kv_cache_dtype == CODES))
 
         attending = (index for index in files.part.layers if model_config.layers[index].attends)
         attention = attention_spaces(

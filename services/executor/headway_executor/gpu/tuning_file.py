@@ -16,7 +16,7 @@ import torch
 from msgspec import Meta
 
 from headway_executor.backend import BackendConfigError
-from headway_kernels.gpu.attention.tuning import AttentionTuning, KernelTuning, padded_head
+from headway_kernels.gpu.attention.tuning import AttentionTuning, KernelTuning, TileSizes
 from headway_kernels.gpu.linear.float8 import BLOCK
 from headway_kernels.gpu.linear.quantized import Tiling
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS, Tunings
@@ -43,12 +43,20 @@ class KernelTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AttentionTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a padded head size, and of elements of 1 (codes of a model of 16 bits), 2 or 4 bytes in the pool."""
+    """Of a padded head size, and of elements of 1 (codes of a model of 16 bits), 2 or 4 bytes in the pool; or of latent
+    attention with that padded rank.
+    """
 
     head_dim: int
     stored_bytes: _Bytes
     decode: KernelTiles
     chunk: KernelTiles
+    is_latent: bool = False
+
+    @property
+    def sizes(self) -> TileSizes:
+        """What they are of."""
+        return TileSizes(self.head_dim, self.stored_bytes, self.is_latent)
 
 
 class ProductTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,8 +128,9 @@ def read(path: Path) -> TuningFile:
         raise ValueError(f"format {found.format} is not {FORMAT}")
     for tiles in found.attention:
         _check_tiles("attention", tiles.head_dim, (tiles.decode, tiles.chunk))
-        if padded_head(tiles.head_dim) != tiles.head_dim:
-            raise ValueError(f"attention of head_dim {tiles.head_dim}; allowed: 64, 128, 256, 512")
+        allowed = (256, 512) if tiles.is_latent else (64, 128, 256, 512)
+        if tiles.head_dim not in allowed:
+            raise ValueError(f"attention of head_dim {tiles.head_dim}; allowed: {', '.join(map(str, allowed))}")
     for kind, products in (("products", found.products), ("pairs", found.pairs)):
         _check_tiles(kind, None, products)
         coded = [tiles for tiles in products if tiles.element_bytes == 1]
@@ -146,7 +155,7 @@ def as_tunings(found: TuningFile, device: torch.device) -> Tunings:
             raise BackendConfigError("backend_options tuning is not allowed; products have no tiles without max_tokens")
     return Tunings(
         device,
-        attention={(tiles.head_dim, tiles.stored_bytes): _attention(tiles) for tiles in found.attention},
+        attention={tiles.sizes: _attention(tiles) for tiles in found.attention},
         products=products,
         pairs={tiles.element_bytes: _tiling(tiles) for tiles in found.pairs},
     )
