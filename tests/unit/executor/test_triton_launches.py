@@ -16,6 +16,7 @@ from headway_executor.backend import BackendConfig, StepBatch
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu.feed_forward import ExpertFeedForward
 from headway_executor.gpu.graphs import LaunchSize
+from headway_executor.gpu.latent import LatentAttention
 from headway_executor.gpu.preparation import try_largest_step
 from headway_executor.gpu.step_columns import shape_of
 from headway_proto.sampling import SamplingParams
@@ -153,12 +154,12 @@ def test_nothing_is_compiled_while_serving(model):
     assert len(serving.launches) > 500
 
 
-@pytest.fixture(scope="module", params=["llama3", "qwen2_moe"])
+@pytest.fixture(scope="module", params=["llama3", "qwen2_moe", "deepseek_v2-lite"])
 def adapted(request, tmp_path_factory):
     """An open model with adapters, as it is before the first one comes, and what opening launched."""
     directory = tmp_path_factory.mktemp("adapted")
     model = make_checkpoint(directory / "model", request.param)
-    of_experts = {} if request.param == "llama3" else {"parameters": STACKS}
+    of_experts = {"parameters": STACKS} if request.param == "qwen2_moe" else {}
     adapters = [
         write_adapter(directory / str(seed), model, seed=seed, rank=2 + 20 * seed, **of_experts) for seed in (1, 2)
     ]
@@ -215,8 +216,10 @@ def test_a_recorded_step_with_adapters_allocates_nothing_and_passes_the_same_mem
     layers = opened.parts.target.decoder._weights.layers
     num_of_experts = sum(isinstance(layer.feed_forward, ExpertFeedForward) for layer in layers)
     launched = Counter(launch.kernel for launch in logs[0].launches)
-    # Of attention; then gates and ups, and back: of all tokens, or of the router with a gate and a shared expert, and of pairs.
-    assert launched["_shrink"] == 4 * len(layers) + 2 * num_of_experts
+    # Of attention; then gates and ups, and back: of all tokens, or of the router with a shared expert and perhaps its gate, and
+    # of pairs.
+    is_latent = isinstance(layers[0].mixing, LatentAttention)
+    assert launched["_shrink"] == (7 if is_latent else 4) * len(layers) + (1 if is_latent else 2) * num_of_experts
     assert launched["_shrink_pairs"] == 2 * num_of_experts
 
 
