@@ -17,7 +17,7 @@ from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu.feed_forward import ExpertFeedForward
 from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.latent import LatentAttention
-from headway_executor.gpu.preparation import try_largest_step
+from headway_executor.gpu.preparation import try_every_size, try_largest_step
 from headway_executor.gpu.step_columns import shape_of
 from headway_proto.sampling import SamplingParams
 from launch_log import logged
@@ -152,6 +152,22 @@ def test_nothing_is_compiled_while_serving(model):
                 opened.parts.target.forward(LaunchSize(num_tokens, 40, has_decodes=True, has_chunks=True))
     assert serving.keys - opening.keys == set()
     assert len(serving.launches) > 500
+
+
+def test_without_graphs_nothing_is_compiled_while_serving_either(tmp_path):
+    make_checkpoint(tmp_path, "llama3")
+    backend = TritonBackend()
+    config = {"dtype": "bfloat16", "max_num_batched_tokens": MOST_TOKENS, **SETTINGS}
+    info = backend.open(BackendConfig(model=str(tmp_path), **config))
+    opened = backend._model
+    with torch.inference_mode(), logged() as opening:
+        opened.parts.target.decoder._space.token_ids.zero_()  # No kernel will fill them.
+        try_largest_step(opened.parts)
+        try_every_size(opened.parts)
+    with logged() as serving:
+        requests = [Request(prompt(1 + 7 * i % 50), 3 + i % 9, PARAMETERS[i % len(PARAMETERS)]) for i in range(60)]
+        BackendDriver(backend, info).run(requests, budget=MOST_TOKENS)
+    assert serving.keys - opening.keys == set()
 
 
 @pytest.fixture(scope="module", params=["llama3", "qwen2_moe", "deepseek_v2-lite"])

@@ -30,7 +30,7 @@ from headway_executor.gpu.device_stage import DeviceStage
 from headway_executor.gpu.drawing_steps import DrawingSteps
 from headway_executor.gpu.following_steps import FollowingSteps
 from headway_executor.gpu.open_model import OpenModel, StepLauncher
-from headway_executor.gpu.preparation import open_pools, record_graphs
+from headway_executor.gpu.preparation import open_pools, record_graphs, try_every_size
 from headway_executor.gpu.runtime import runtime_for
 from headway_executor.gpu.tokens_among_mates import TokensAmongMates
 from headway_executor.host.device_errors import translating
@@ -125,8 +125,10 @@ class TritonBackend:
             mover = open_pools(parts)
             constraints = _constraints(config, model_config) if config.place.rank == 0 else None
             self._model = OpenModel(parts, mover, _steps(config, parts, constraints))
-            if graphs and runtime.is_cuda:
+            if runtime.is_cuda and graphs:
                 record_graphs(parts)
+            elif runtime.is_cuda:
+                try_every_size(parts)
             swap_us_per_block = slowest(mover.measure_swap_us(), self._group)
         return BackendInfo(
             backend="triton",

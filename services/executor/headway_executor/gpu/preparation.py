@@ -54,6 +54,15 @@ def record_graphs(parts: DeviceParts) -> None:
         parts.config.warn("beside its graphs, the device has no memory for the largest step: steps will be smaller")
 
 
+def try_every_size(parts: DeviceParts) -> None:
+    """Run every size of step that would be recorded: without graphs, too, nothing is compiled while requests wait."""
+    parts.upload.clear()
+    for model in parts.models:
+        for size in model.step_sizes(recorded=True).recorded():
+            model.forward(size)
+    parts.runtime.mark().wait()
+
+
 def try_largest_step(parts: DeviceParts) -> None:
     """Run the largest step in block 0: this compiles, and torch keeps its memory."""
     config, store = parts.config, parts.rows.token_store
