@@ -20,18 +20,20 @@ from gpu_device import Device
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu import attention as of_attention
 from headway_executor.gpu import decoder as of_decoder
+from headway_executor.gpu import key_index as of_index
 from headway_executor.gpu import latent as of_latent
 from headway_executor.gpu.attention import DeviceAttention
 from headway_executor.gpu.decoder import Decoder, DecoderWeights, LayerWeights
 from headway_executor.gpu.device_step import Mixing
 from headway_executor.gpu.graphs import LaunchSize
+from headway_executor.gpu.key_index import DeviceKeyIndex
 from headway_executor.gpu.latent import LatentAttention
 from headway_executor.gpu.norm import DeviceNorm
 from headway_executor.gpu.recurrence import Beside
 
 REPETITIONS = 10
-OF_ATTENTION = ("qkv", "query", "compress", "gates", "output")
-"""Products: what attention calls by itself, as a layer its norms, its state and its feed-forward; the rest are functions of the kernels."""
+OF_ATTENTION = ("qkv", "query", "compress", "gates", "output", "index", "queries", "keys", "norm")
+"""Products, and those of an index: what attention calls by itself, as a layer its norms, its state and its feed-forward; the rest are functions of the kernels."""
 
 WithNorms = TypeVar("WithNorms", LayerWeights, DecoderWeights)
 
@@ -100,8 +102,7 @@ def written_down(decoder: Decoder) -> Iterator[Calls]:
         if isinstance(mixing, Beside):
             return replace(mixing, attention=mixed(mixing.attention), recurrence=mixed(mixing.recurrence))
         if isinstance(mixing, DeviceAttention | LatentAttention):
-            products = {name: getattr(mixing, name, None) for name in OF_ATTENTION}
-            return replace(mixing, **{name: wrapped(name, work) for name, work in products.items() if work is not None})
+            return _written(mixing, wrapped)
         return wrapped("recurrence", mixing)
 
     def with_norms(of_some: WithNorms) -> WithNorms:
@@ -110,7 +111,7 @@ def written_down(decoder: Decoder) -> Iterator[Calls]:
         return replace(of_some, **found)
 
     weights = decoder._weights  # noqa: SLF001
-    modules = [vars(of_attention), vars(of_latent), vars(of_decoder)]
+    modules = [vars(module) for module in (of_attention, of_latent, of_index, of_decoder)]
     kept = [module.copy() for module in modules]
     table = None if weights.table is None else wrapped("layer_inputs", weights.table)
     layers = tuple(map(written, weights.layers))
@@ -123,6 +124,19 @@ def written_down(decoder: Decoder) -> Iterator[Calls]:
         for module, before in zip(modules, kept, strict=True):
             module.update(before)
         decoder._weights = weights  # noqa: SLF001
+
+
+def _written(part: Any, wrapped: Callable[[str, Callable[..., object]], Callable[..., object]]) -> Any:
+    """Attention or an index, whose products are written down."""
+    works = ((name, getattr(part, name, None)) for name in OF_ATTENTION)
+    return replace(
+        part,
+        **{
+            name: _written(work, wrapped) if isinstance(work, DeviceKeyIndex) else wrapped(name, work)
+            for name, work in works
+            if work is not None
+        },
+    )
 
 
 def _is_of_kernels(value: object) -> bool:

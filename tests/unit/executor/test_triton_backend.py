@@ -23,7 +23,7 @@ from device_weights import rounded
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
-from headway_executor.gpu import device_model, graphs, linear, preparation
+from headway_executor.gpu import device_model, graphs, key_index, linear, preparation
 from headway_executor.gpu.linear import CodedLinear
 from headway_executor.models import state_memory
 from headway_executor.models.families import read_model_config
@@ -80,6 +80,7 @@ USUAL = (
     "gpt_oss",
     "llama4",
     "deepseek_v3",
+    "glm_moe_dsa",
     "afmoe",
     "apertus",
     "phimoe",
@@ -104,8 +105,6 @@ USUAL = (
 
 REFUSED = {
     "gemma3n": r"several hidden states of a token \(AltUp\), sparse activations",
-    "deepseek_v32": "an index of the keys that a query sees",
-    "glm_moe_dsa": "an index of the keys that a query sees",
 }
 """What the kernels lack."""
 
@@ -195,6 +194,28 @@ def test_a_model_with_what_the_kernels_lack_is_refused_by_name(tmp_path, changes
     change_config(tmp_path, **changes)
     with pytest.raises(BackendConfigError, match=message):
         open_backend(tmp_path)
+
+
+def test_keys_of_an_index_have_no_codes(tmp_path):
+    make_checkpoint(tmp_path, "deepseek_v32")
+    message = "kv_cache_dtype 'fp8' is not allowed with backend 'triton' and DeepseekV32ForCausalLM, which has an index of the"
+    with pytest.raises(BackendConfigError, match=message):
+        open_backend(tmp_path, kv_cache_dtype="fp8")
+
+
+def test_what_tokens_see_is_the_same_in_parts_and_in_company(tmp_path, monkeypatch):
+    """Of few scores at a time, of tokens that are attended with one after the other, and beside other rows."""
+    make_checkpoint(tmp_path, "deepseek_v32")
+
+    def run(lengths, **settings):
+        requests = [Request(prompt(length, seed=length), 4, GREEDY) for length in lengths]
+        BackendDriver(*open_backend(tmp_path, dtype="bfloat16", **settings)).run(requests, budget=24)
+        return [[(entry.logprob, entry.top_token_ids) for entry in request.logprobs] for request in requests]
+
+    alone, several = run([21]), run([5, 21, 30])
+    assert several[1] == alone[0]
+    monkeypatch.setattr(key_index, "_MOST_SCORES", 3 * 64)
+    assert run([5, 21, 30], max_num_seqs=3) == several
 
 
 ONE_LAYER = {

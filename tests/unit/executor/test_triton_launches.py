@@ -60,6 +60,7 @@ MODELS = (
             ("laguna", "none", "bfloat16"),
             ("mixtral", "none", "bfloat16"),
             ("deepseek_v3", "none", "bfloat16"),
+            ("glm_moe_dsa", "none", "bfloat16"),
             ("llama3", "int8", "float32"),
             ("llama3", "int4", "bfloat16"),
             ("llama3", "fp8", "bfloat16"),

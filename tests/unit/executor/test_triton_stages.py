@@ -136,7 +136,7 @@ def test_so_they_do_with_other_settings(settings, tmp_path):
                 "qwen2_moe",
                 *("gemma2", "gpt2", "cohere2", "qwen3-bias", "gpt_neox", "falcon-40b", "phi3", "nanochat", "opt-350m"),
                 *("apertus", "starcoder2", "smollm3", "granite", "mixtral", "gpt_oss", "llama4", "afmoe", "phimoe"),
-                *("deepseek_v3", "laguna", "mimo_v2", "gemma4-shared"),
+                *("deepseek_v3", "deepseek_v32", "laguna", "mimo_v2", "gemma4-shared"),
             )
         ),
     ],

@@ -11,6 +11,7 @@ from checkpoints import make_checkpoint
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu.attention import attention_spaces
+from headway_executor.gpu.key_index import SpaceSizes
 from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.kv_layout import KvPlace
 from headway_kernels.gpu.attention.tuning import attention_tuning, tile_sizes
@@ -71,7 +72,7 @@ def test_layers_of_all_sizes_share_what_they_need_one_after_the_other():
         kinds,
         lambda kind: attention_tuning(CPU, tile_sizes(kind.head_dim, torch.float32)),
         block_size=8,
-        max_num_tokens=5,
+        sizes=SpaceSizes(most_tokens=5, max_model_len=9, hidden_size=7),
         max_num_rows=3,
         dtype=torch.float32,
         device=CPU,

@@ -87,7 +87,7 @@ class TritonBackend:
             raise BackendConfigError("backend 'triton' is not allowed with an encoder; allowed: backend torch")
         settings = settings_of(config, device)
         model_config, dtype, max_model_len = settings
-        check_kernels_have(model_config, config.place)
+        check_kernels_have(model_config, config.kv_cache_dtype, config.place)
         if config.place.tensor_parallel > 1 and option_of(config, TRITON, OPTION) != OWN_KERNEL:
             raise BackendConfigError(
                 f"backend_options {OPTION} {option_of(config, TRITON, OPTION)!r} is not allowed with tensor_parallel "
@@ -234,7 +234,7 @@ def _draft_settings(config: BackendConfig, settings: ModelSettings) -> ModelSett
     if config.speculation != "draft" or config.place.rank:
         return None
     draft = draft_settings_of(config, settings.model_config, settings.max_model_len)
-    check_kernels_have(draft.model_config)
+    check_kernels_have(draft.model_config, config.kv_cache_dtype)
     return draft._replace(dtype=settings.dtype)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.gpu.device_step import DeviceStep
+from headway_executor.gpu.key_index import IndexSpace, SpaceSizes
 from headway_executor.gpu.linear import DeviceLinear
 from headway_executor.gpu.step_columns import ColumnViews
 from headway_executor.models.attention_config import AttentionConfig, GateKind
@@ -44,8 +45,7 @@ class AttentionSpace:
         block_size: int,
         memory: Tensor,
         workspace: AttentionWorkspace,
-        *,
-        max_num_tokens: int,
+        sizes: SpaceSizes,
     ) -> None:
         device, max_num_rows = memory.device, len(workspace.arrived)
         self.tuning = tuning
@@ -56,12 +56,15 @@ class AttentionSpace:
         self._width = _num_made(config)
         self._memory = memory.view(-1)
         # Padding is never written: zeros keep NaN out of the products.
-        self.attended = torch.zeros(max_num_tokens, num_heads * config.summed_dim, dtype=memory.dtype, device=device)
+        self.attended = torch.zeros(sizes.most_tokens, num_heads * config.summed_dim, dtype=memory.dtype, device=device)
         self.workspace = workspace.of(num_heads, config.summed_dim)
         self._block = (config.num_vectors, block_size, config.vector_dim)
         self._plan = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
         self._splits_per_item = torch.ones(1, dtype=torch.int32, device=device)
         self._tokens_per_tile = tokens_per_tile(num_heads, self.num_groups, tuning)
+        index = None if config.latent is None else config.latent.index
+        self.index = None if index is None else IndexSpace(index, sizes, max_num_rows, memory.dtype, device)
+        """What tokens see, if it is chosen; then the plan of the step is there."""
 
     def made(self, num_tokens: int, *, queries_alone: bool = False) -> Tensor:
         """Memory for queries, keys and values side by side, and gates behind them, if there are any."""
@@ -81,8 +84,18 @@ class AttentionSpace:
             place.layer * pool.stride(0) + place.first,
         )
 
-    def begin(self, columns: ColumnViews, block_tables: Tensor, num_rows: int, most_tokens: int | None) -> None:
+    def begin(
+        self,
+        columns: ColumnViews,
+        block_tables: Tensor,
+        positions: Tensor,
+        num_rows: int,
+        most_tokens: int | None,
+    ) -> None:
         """Launch the plan of a step of ``num_rows``, in which chunks of more than ``most_tokens`` are a library's."""
+        if self.index is not None:
+            self.index.begin(columns, block_tables, positions, num_rows, self.num_groups)
+            return
         self.rows = AttentionRows(
             rows=columns.rows[:num_rows],
             query_start=columns.query_start[: num_rows + 1],
@@ -119,20 +132,19 @@ def attention_spaces(
     tuning_of: Callable[[AttentionConfig], AttentionTuning],
     *,
     block_size: int,
-    max_num_tokens: int,
+    sizes: SpaceSizes,
     max_num_rows: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Mapping[AttentionConfig, AttentionSpace]:
-    """Of a model's layers, by how they attend, for steps of so many tokens and rows; none of a model without attention."""
+    """Of a model's layers, by how they attend, for steps of such sizes and so many rows; none of a model without attention."""
     if not configs:
         return {}
-    memory = torch.empty(max_num_tokens, max(map(_num_made, configs)), dtype=dtype, device=device)
+    memory = torch.empty(sizes.most_tokens, max(map(_num_made, configs)), dtype=dtype, device=device)
     most = (max(config.num_heads for config in configs), max(config.summed_dim for config in configs))
     workspace = AttentionWorkspace.allocate(max_num_rows, *most, device)
     return {
-        config: AttentionSpace(config, tuning_of(config), block_size, memory, workspace, max_num_tokens=max_num_tokens)
-        for config in configs
+        config: AttentionSpace(config, tuning_of(config), block_size, memory, workspace, sizes) for config in configs
     }
 
 

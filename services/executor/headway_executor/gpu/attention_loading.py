@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headway_executor.gpu.attention import AttentionSpace, DeviceAttention
 from headway_executor.gpu.device_step import Mixing
+from headway_executor.gpu.key_index import DeviceKeyIndex
 from headway_executor.gpu.latent import AdaptedHeads, DeviceHeads, HeadsLinear, LatentAttention, LatentSpace
 from headway_executor.gpu.linear import DeviceLinear
 from headway_executor.gpu.loaded_parts import LoadedParts
@@ -18,6 +19,7 @@ from headway_executor.gpu.norm import DeviceNorm, NormedLinear
 from headway_executor.models.adapters import AdapterSite
 from headway_executor.models.alibi import slopes_of
 from headway_executor.models.attention_config import AttentionConfig, Rotary
+from headway_executor.models.key_index import INDEX_EPS
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
 from headway_executor.models.rope import query_factors, table_of
@@ -121,11 +123,36 @@ class AttentionLoader:
             absorb=self._heads(index, latent.to_keys()[:, config.rotary_dim :].mT, AdapterSite.LATENT_KEYS),
             expand=self._heads(index, latent.to_values(), AdapterSite.LATENT_VALUES),
             gates=None if gates is None else self._latent_product(index, gates, AdapterSite.LATENT_GATES),
+            index=self._key_index(index, latent),
             cosines=cosines,
             sines=sines,
             query_factors=self._query_factors(index),
             output=self._parts.behind(index, model.names.output_norm, self._output(index, latent)),
             window=model.layers[index].window,
+        )
+
+    def _key_index(self, index: int, latent: LatentTensors) -> DeviceKeyIndex | None:
+        """Of numbers: what is near decides who is seen."""
+        model, space = (
+            self._parts.config,
+            self._spaces[self._parts.part.attention(self._parts.config.attention_of(index))],
+        )
+        if space.index is None or latent.config.index is None or model.layers[index].sees_as_before:
+            return None
+        tensors, product = latent.index(), self._parts.weights.product
+        cosines, sines = self._table(model.rotary(index), latent.config.rotary_dim)
+        scale = (latent.config.index.num_heads * latent.config.index.head_dim) ** -0.5
+        norm = DeviceNorm(
+            self._parts.wide(tensors.norm_weight), self._parts.wide(tensors.norm_bias), INDEX_EPS, is_centred=True
+        )
+        return DeviceKeyIndex(
+            space=space.index,
+            queries=product(tensors.queries, None, is_exact=True),
+            keys=product(tensors.keys, None, is_exact=True),
+            norm=norm,
+            weights=self._parts.wide(tensors.weights) * scale,
+            cosines=cosines,
+            sines=sines,
         )
 
     def _latent_product(self, index: int, weight: Tensor, site: AdapterSite) -> DeviceLinear:

@@ -19,6 +19,7 @@ from headway_executor.gpu.feed_forward import DeviceFeedForward
 from headway_executor.gpu.linear import DeviceLinear
 from headway_executor.gpu.norm import DeviceNorm
 from headway_executor.gpu.step_columns import ColumnViews
+from headway_executor.memory.kv_pool import CODES
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.decoder import capped_
 from headway_executor.models.features import DENSE, Feature, lacking
@@ -39,6 +40,7 @@ _FEATURES = DENSE | {
     Feature.WEIGHED_INPUTS,
     Feature.SINKS,
     Feature.LATENT,
+    Feature.INDEX,
     Feature.QUERY_GROWTH,
     Feature.GATES,
     Feature.CLIP,
@@ -71,13 +73,18 @@ _CUT_FEATURES = _FEATURES - {
 """What they have where several ranks compute a layer together."""
 
 
-def check_kernels_have(config: ModelConfig, place: RankPlace = ALONE) -> None:
+def check_kernels_have(config: ModelConfig, kv_cache_dtype: str, place: RankPlace = ALONE) -> None:
     """Check the parts of a model. Raises ``BackendConfigError``: there are some that these kernels lack."""
     missing = lacking(config, _FEATURES)
     if not missing and place.tensor_parallel > 1 and (uncut := lacking(config, _CUT_FEATURES)):
         raise BackendConfigError(
             f"tensor_parallel {place.tensor_parallel} is not allowed with backend 'triton' and {config.architecture}, which has "
             f"{uncut}; allowed: 1, or backend torch"
+        )
+    if config.has_index and kv_cache_dtype == CODES:
+        raise BackendConfigError(
+            f"kv_cache_dtype {CODES!r} is not allowed with backend 'triton' and {config.architecture}, which has "
+            f"{Feature.INDEX}; allowed: auto, or backend torch"
         )
     widest = max(attention.summed_dim for attention in config.attentions)
     if widest > MOST_CHANNELS:
@@ -204,7 +211,8 @@ class Decoder:
         self._expand(num_tokens, num_rows)
         most_tokens = None if self._long_attention is None or long_chunks is None else self._long_attention.most_tokens
         for space_of_kind in self._attention:
-            space_of_kind.begin(self._columns, self._rows.block_tables, num_rows, most_tokens)
+            positions = space.positions[:num_tokens]
+            space_of_kind.begin(self._columns, self._rows.block_tables, positions, num_rows, most_tokens)
         hidden, normed, delta = space.hidden[:num_tokens], space.normed[:num_tokens], space.delta[:num_tokens]
         step = DeviceStep(
             positions=space.positions[:num_tokens],

@@ -21,6 +21,7 @@ from headway_executor.gpu.device_rows import DeviceRows
 from headway_executor.gpu.device_sampler import DeviceSampler
 from headway_executor.gpu.device_weights import Activations, QuantizationKind
 from headway_executor.gpu.graphs import most_recorded_tokens
+from headway_executor.gpu.key_index import SpaceSizes
 from headway_executor.gpu.loading import load_decoder
 from headway_executor.gpu.prompt_reader import PromptReader
 from headway_executor.gpu.runtime import Runtime
@@ -172,7 +173,7 @@ class DeviceParts:
             tuple(dict.fromkeys(files.part.attention(model_config.attention_of(index)) for index in attending)),
             tuning_of,
             block_size=config.block_size,
-            max_num_tokens=config.max_num_batched_tokens,
+            sizes=SpaceSizes(config.max_num_batched_tokens, files.settings.max_model_len, model_config.hidden_size),
             max_num_rows=most_rows,
             dtype=dtype,
             device=self.runtime.device,

@@ -15,12 +15,14 @@ from torch import Tensor
 from headway_executor.gpu.attention import AttentionSpace, multiply_by_gates
 from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_executor.gpu.device_step import DeviceStep
+from headway_executor.gpu.key_index import DeviceKeyIndex
 from headway_executor.gpu.linear import DeviceLinear
 from headway_executor.models.adapters import AdapterSite
 from headway_executor.models.attention_config import AttentionConfig, LatentConfig
 from headway_executor.models.kv_layout import KvPlace
 from headway_executor.models.latent_tensors import LATENT_EPS
-from headway_kernels.gpu.attention.paged import paged_attention
+from headway_kernels.gpu.attention.paged import AttentionRows, paged_attention
+from headway_kernels.gpu.key_index import as_blocks_of_one
 from headway_kernels.gpu.latent import store_latent
 from headway_kernels.gpu.linear.heads import multiply_heads
 
@@ -82,6 +84,7 @@ class LatentAttention:
     ``compress`` gives what queries are made of, unless ``query`` takes the hidden state; then what keys and values are made of,
     behind the norm with ``row_norm``, ``[rank]``; then the channels that all keys share. ``query`` may change its input; its
     rotated channels come first in a head. ``absorb`` takes the others, ``expand`` gives values; ``gates`` are of heads, or None.
+    ``index`` chooses what is seen; None: all, or if the ``space`` has an index, what another layer before has chosen.
     ``cosines`` and ``sines`` float32, ``[context, shared channels / 2]``. ``query_factors``, ``window`` and ``output``: see
     ``DeviceAttention``.
     """
@@ -96,6 +99,7 @@ class LatentAttention:
     absorb: DeviceHeads
     expand: DeviceHeads
     gates: DeviceLinear | None
+    index: DeviceKeyIndex | None
     cosines: Tensor
     sines: Tensor
     query_factors: Tensor | None
@@ -109,26 +113,45 @@ class LatentAttention:
         attended, values = space.attended[:num_tokens], self.latent_space.values[:num_tokens]
         pool_layer = space.layer_of(step.pool, self.place)
         self._make_queries(inputs, wide.view(num_tokens, self.config.num_heads, -1), pool_layer, step)
-        paged_attention(
-            wide,
-            pool_layer,
-            attended,
-            space.rows,
-            space.workspace,
-            num_kv_heads=space.num_groups,
-            num_shared=self.config.num_shared,
-            scale=self.config.scale,
-            window=self.window,
-            has_decodes=step.has_decodes,
-            has_chunks=step.has_chunks,
-            tuning=space.tuning,
-        )
+        if space.index is None:
+            self._attend(
+                wide, pool_layer, attended, space.rows, has_decodes=step.has_decodes, has_chunks=step.has_chunks
+            )
+        else:
+            vectors = as_blocks_of_one(pool_layer)
+            for rows in space.index.rows:
+                self._attend(wide, vectors, attended, rows, has_decodes=True, has_chunks=False)
         self.expand(attended.view(num_tokens, self.config.num_heads, -1), values)
         if self.gates is not None:
             gates = self.latent_space.gates[:num_tokens]
             self.gates(inputs, gates)
             multiply_by_gates(values, gates[..., None], self.config.gate_kind)
         self.output(values.flatten(1), out)
+
+    def _attend(
+        self,
+        wide: Tensor,
+        pool_layer: Tensor,
+        attended: Tensor,
+        rows: AttentionRows,
+        *,
+        has_decodes: bool,
+        has_chunks: bool,
+    ) -> None:
+        paged_attention(
+            wide,
+            pool_layer,
+            attended,
+            rows,
+            self.space.workspace,
+            num_kv_heads=self.space.num_groups,
+            num_shared=self.config.num_shared,
+            scale=self.config.scale,
+            window=self.window,
+            tuning=self.space.tuning,
+            has_decodes=has_decodes,
+            has_chunks=has_chunks,
+        )
 
     def _make_queries(self, inputs: Tensor, wide: Tensor, pool_layer: Tensor, step: DeviceStep) -> None:
         """Of ``[tokens, heads, row]``; and store the tokens' rows."""
@@ -138,6 +161,8 @@ class LatentAttention:
         row = self.config.vector_dim
         of_query = compressed[:, :-row]
         self.query(of_query if of_query.shape[1] else inputs, queries.flatten(1))
+        if self.index is not None:
+            self.index(inputs, of_query, step, pool_layer)
         store_latent(
             compressed[:, -row:],
             self.row_norm,
