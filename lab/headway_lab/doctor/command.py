@@ -78,7 +78,8 @@ def _model_of(directory: str) -> Model:
         intermediate_size=config.intermediate_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        # Of latent attention, half of what a head multiplies of a row as key and as value.
+        head_dim=(config.attention.vector_dim + config.attention.summed_dim) // 2,
         vocab_size=config.vocab_size,
         context_length=config.context,
         kv_numbers=config.num_kv_numbers or None,

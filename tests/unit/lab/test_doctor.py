@@ -18,7 +18,9 @@ from headway_executor.host import host_report
 from headway_executor.memory import host_speed
 from headway_executor.memory.host_speed import DeviceSpeed, HostSpeed
 from headway_executor.models.families import read_model_config
+from headway_executor.models.kv_layout import vectors_layout
 from headway_executor.models.parameter_counts import layer_parameters
+from headway_executor.models.part import whole
 from headway_executor.startup import backend_report
 from headway_executor.startup.backend_report import BackendReport, backend_reports
 from headway_lab.doctor import command, examination, host
@@ -191,6 +193,18 @@ def test_layers_have_as_many_parameters_as_are_stored(tmp_path, name):
     assert counted.of_all_tokens + counted.of_experts == stored_in_layers
     assert (counted.of_experts > 0) == (config.experts is not None)
     assert 0 < counted.share <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"), [("llama3", 3 * 2 * 2 * 12), ("deepseek_v3", 3 * 32), ("deepseek_v32", 3 * 2 * 32)]
+)
+def test_a_token_takes_what_is_stored_of_it(tmp_path, name, numbers):
+    """Of latent attention one row for all heads, and perhaps an index's key of its width."""
+    make_checkpoint(tmp_path, name)
+    config = read_model_config(tmp_path)
+    assert config.num_kv_numbers == numbers
+    layout = vectors_layout(config, whole(config), 8, torch.float32, "auto")
+    assert layout.block_bytes == 8 * 4 * numbers
 
 
 def test_wider_numbers_take_longer_to_read():

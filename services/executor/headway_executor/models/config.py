@@ -358,10 +358,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_kv_numbers(self) -> int:
-        """Numbers in the keys and values of one token, in all layers."""
+        """Numbers that are stored of one token, in all layers: keys and values, or rows, and keys of an index."""
         own = [i for i, layer in enumerate(self.layers) if layer.attends and layer.keys_of is None]
         sizes = map(self.attention_of, own)
-        return sum(2 * attention.num_kv_heads * attention.head_dim for attention in sizes)
+        return sum((attention.num_vectors + self.has_index) * attention.vector_dim for attention in sizes)
 
     def attention_of(self, index: int) -> AttentionConfig:
         """The attention of a layer."""
