@@ -425,21 +425,21 @@ def lost_executor_keeps_its_epoch(original):
     "an executor is known by its connection, and when it makes another it is overheard", (ExecutorLink, "_on_hello")
 )
 def connection_taken_for_life(original):
-    def on_hello(self, peer, hello, now):
+    def on_hello(self, peer, frame, hello, now):
         if hello.incarnation == self._executor and peer != self.first_peer:
             return []
         self.first_peer = peer
-        return original(self, peer, hello, now)
+        return original(self, peer, frame, hello, now)
 
     return on_hello
 
 
 @_mutant("any executor that says hello takes over from one that lives", (ExecutorLink, "_on_hello"))
 def takeover_of_the_living(original):
-    def on_hello(self, peer, hello, now):
+    def on_hello(self, peer, frame, hello, now):
         if self._peer is not None and peer != self._peer:
             self._heard_at = float("-inf")
-        return original(self, peer, hello, now)
+        return original(self, peer, frame, hello, now)
 
     return on_hello
 
