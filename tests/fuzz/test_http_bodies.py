@@ -89,6 +89,46 @@ def test_schemas_of_forced_calls_nest_or_are_refused(depth: int) -> None:
     read_or_refuse(ChatBody, body.replace(', "input": "x"', "").encode())
 
 
+CALL = {"id": "", "function": {"name": "a", "arguments": ""}}
+ITEM = {"type": "function_call", "call_id": "", "name": "a", "arguments": ""}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        (ChatBody, {"messages": [{"role": "user", "content": ""}] * 350_000}, "messages"),
+        (TokenizeBody, {"messages": [{"role": "user", "content": ""}] * 350_000}, "messages"),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 350_000}]}, "messages"),
+        (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [CALL] * 175_000}]}, "messages"),
+        (ChatBody, {"messages": [{"role": "user", "content": ""}], "tools": [with_schema({})] * 175_000}, "tools"),
+        (ResponsesBody, {"input": [ITEM] * 175_000}, "input"),
+        (ResponsesBody, {"input": [ITEM, {"type": "reasoning", "content": "x" * 900}] * 8193}, "input"),
+    ],
+    ids=["messages", "messages to tokenize", "parts", "calls", "tools", "items of calls", "items of thoughts"],
+)
+def test_many_small_pieces_are_refused_before_each_is_read(
+    kind: type[msgspec.Struct], body: dict[str, Any], field: str
+) -> None:
+    read = bodies.read(json.dumps(body).encode(), kind)
+    with pytest.raises(CallRefusedError, match=r"are not allowed; allowed: at most 16384$") as refusal:
+        TRANSLATIONS[kind](read)
+    assert [violated for violated, _ in refusal.value.violations] == [field]
+
+
+def test_what_the_model_said_in_several_items_is_one_message() -> None:
+    thoughts = [{"type": "reasoning", "content": f"{number}," + "x" * 900} for number in range(8000)]
+    calls = [ITEM | {"call_id": str(number)} for number in range(8000)]
+    said = [*thoughts, {"role": "assistant", "content": "y"}, *calls]
+    content = json.dumps(
+        {"input": [{"role": "user", "content": "q"}, *said, {"role": "user", "content": "r"}]}
+    ).encode()
+    chat = translation.responses_request(bodies.read(content, ResponsesBody), None).chat
+    more = json.loads(chat.messages[1].more)
+    assert [(one.role, one.content) for one in chat.messages] == [("user", "q"), ("assistant", "y"), ("user", "r")]
+    assert more["reasoning_content"] == "".join(str(one["content"]) for one in thoughts)
+    assert [call["id"] for call in more["tool_calls"]] == [call["call_id"] for call in calls]
+
+
 @given(content=st.binary(max_size=200))
 @example(content=b'{"prompt":' + b"[" * 200_000)
 @example(content=b'{"prompt": "' + b"\\ud800" + b'"}')
