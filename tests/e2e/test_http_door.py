@@ -195,6 +195,29 @@ async def test_a_drain_ends_what_is_open_and_refuses_the_rest() -> None:
         assert await drained
 
 
+async def test_a_drain_waits_until_a_large_answer_is_read() -> None:
+    async with door() as (on, scheduler, _):
+        scheduler.step_interval_s = 0.0
+        body = json.dumps({**FOREVER, "stream": False, "n": 16, "logprobs": 20}).encode()
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(slow, ("127.0.0.1", on.server.http_port))
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+            await loop.sock_sendall(slow, head % len(body) + body)
+            answer = await loop.sock_recv(slow, 4096)
+            assert on.server._generation.streams.num_open == 0
+            drained = asyncio.create_task(on.server.drain(60))
+            await asyncio.sleep(0.1)
+            assert not drained.done()
+            while data := await loop.sock_recv(slow, 65536):
+                answer += data
+        length = int(answer.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        assert len(answer.partition(b"\r\n\r\n")[2]) == length
+        assert await drained
+
+
 async def test_closing_ends_open_streams() -> None:
     async with door() as (on, scheduler, url), aiohttp.ClientSession() as session:
         scheduler.step_interval_s = 0.01
