@@ -129,6 +129,31 @@ def test_what_the_model_said_in_several_items_is_one_message() -> None:
     assert [call["id"] for call in more["tool_calls"]] == [call["call_id"] for call in calls]
 
 
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        (rb"\ud800", rb"\ud800"),
+        (rb"a\uD83Db", rb"\uD83D"),
+        (rb"\udc00", rb"\udc00"),
+        (rb"\ud83d\ude00\ude00", rb"\ude00"),
+        (rb"\ud83d\ud83d\ude00", rb"\ud83d"),
+        (rb"\\ud800 \udfff", rb"\udfff"),
+    ],
+)
+@pytest.mark.parametrize("body", [b'{"prompt":"%b"}', b'{"prompt":"x","stop":["%b"],"max_tokens":12345678}'])
+def test_a_lone_surrogate_is_named(body: bytes, text: bytes, held: bytes) -> None:
+    with pytest.raises(CallRefusedError) as refusal:
+        bodies.read(body % text, CompletionBody)
+    assert refusal.value.message == f"body: a text in it holds the lone surrogate {held.decode()}; allowed: Unicode"
+
+
+@pytest.mark.parametrize("text", [rb"\ud83d\ude00", rb"\\ud800", rb"\\\\ud800\\udc00"])
+def test_what_is_no_lone_surrogate_is_not_taken_for_one(text: bytes) -> None:
+    assert bodies.read(b'{"prompt":"%b"}' % text, CompletionBody).prompt == json.loads(b'"%b"' % text)
+    with pytest.raises(CallRefusedError, match=r"^body: it is not readable \(JSON is malformed"):
+        bodies.read(b'{"prompt":"%b",}' % text, CompletionBody)
+
+
 @given(content=st.binary(max_size=200))
 @example(content=b'{"prompt":' + b"[" * 200_000)
 @example(content=b'{"prompt": "' + b"\\ud800" + b'"}')

@@ -503,4 +503,6 @@ def _seed(seed: int) -> int:
 def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _MOST_INT32):
         raise invalid_argument("logit_bias", f"{shown(text)} is not a token id")
+    if len(text) > 1 and text[0] == "0":  # it would be a second entry of the same token
+        raise invalid_argument("logit_bias", f"{shown(text)} is not allowed; allowed: {int(text)}")
     return int(text)
