@@ -21,6 +21,9 @@ _CRC = struct.Struct("<I")
 _HEADER = struct.Struct(f"{_HEADER_FIELDS.format}I")  # the fields and the CRC
 HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = 256 * 1024 * 1024
+MAX_BYTES_TO_SCHEDULER = 16 * 1024 * 1024
+"""The largest frame that a scheduler takes: it ends the connection of one that announces more. A submission of
+``MAX_REQUEST_TOKENS`` fits; an executor asks for smaller steps rather than answer with more."""
 VERSION_INTERVAL_S = 30.0
 """How often each side tells of a peer of another version, which tries on and on."""
 VERSION_NOTICE = MAGIC + bytes([PROTOCOL_VERSION]) + bytes(HEADER_BYTES - len(MAGIC) - 1)

@@ -53,12 +53,15 @@ from headway_proto.ingress import (
 )
 from headway_proto.operations import ExecutorState, ExecutorStatus
 from headway_proto.sampling import SamplingParams
+from plain_h2 import PlainH2, framed
 from refusals import status_of
 
 DEMO = Path(headway.__file__).parent / "demo_model"
 TEXT_MODEL = load_text_model(DEMO)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+WINDOW = 65_535
+"""The bytes that a client of HTTP/2 is sent before it has asked for more."""
 
 
 class Stage:
@@ -685,6 +688,25 @@ async def test_draining_says_not_serving_first_lets_streams_finish_and_refuses_n
         with pytest.raises(UnavailableError, match="draining"):
             await on.client.generate("x").result()
         assert len((await stream.result()).token_ids) == 60
+        assert await draining
+
+
+async def test_draining_waits_until_what_is_answered_is_read():
+    async with served(step_interval_s=0.0) as (on, _), PlainH2(on.address, reads=False) as client:
+        stream = client.open("/headway.v1.Generation/Generate")
+        sampling = api.SamplingParams(max_tokens=450, logprobs=20, ignore_eos=True)
+        client.send(stream, framed(api.GenerateRequest(text="x", sampling=sampling).SerializeToString()))
+        await eventually(lambda: len(client.answers[stream].data) == WINDOW)
+        await eventually(lambda: on.server._generation.streams.num_open == 0)
+        draining = asyncio.create_task(on.server.drain(60))
+        await asyncio.sleep(0.1)
+        assert not draining.done()
+        client.h2.increment_flow_control_window(1 << 20)
+        client.h2.increment_flow_control_window(1 << 20, stream)
+        client.flush()
+        events = [api.GenerateResponse.FromString(message) for message in (await client.answer(stream)).messages]
+        assert sum(len(event.delta.token_ids) for event in events) == 450
+        assert client.answers[stream].status["grpc-status"] == "0"
         assert await draining
 
 

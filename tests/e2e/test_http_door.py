@@ -21,10 +21,12 @@ from e2e.running_server import eventually, finished
 from e2e.test_gateway_credentials import certificates, made_by_openssl, tokens  # noqa: F401  (fixtures)
 from e2e.test_gateway_serving import DEMO, TEXT_MODEL, Stage, spelling, stage
 from fake_scheduler import FakeScheduler
+from headway_gateway.calls import servicer
 from headway_gateway.config import GatewayConfig
 from headway_gateway.openai import listener
 from headway_gateway.openai.pieces import PieceMaker
 from headway_gateway.openai.thinking import USUAL
+from headway_gateway.requests.input_checks import CheckedInputs
 from headway_gateway.text.tokenization import TextModel, load_text_model
 from headway_proto import generation_pb2 as api
 from headway_proto.columns import decode_column
@@ -192,6 +194,53 @@ async def test_a_drain_ends_what_is_open_and_refuses_the_rest() -> None:
             assert await status_of(session, f"{url}/v1/completions", {"prompt": "x"}) == 503
             assert await status_of(session, f"{url}/health") == 503
             assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+        assert await drained
+
+
+async def test_a_drain_lets_a_call_of_many_inputs_ask_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for 64 at a time."""
+    async with door() as (on, _, url), aiohttp.ClientSession() as session:
+        asked, may_go_on = asyncio.Event(), asyncio.Event()
+
+        async def embed(request: api.EmbedRequest, *_: object) -> api.EmbedResponse:
+            asked.set()
+            await may_go_on.wait()
+            return api.EmbedResponse(embeddings=[api.Embedding(values=[1.0])] * len(request.inputs))
+
+        monkeypatch.setattr(on.server._generation._batches, "embed", embed)
+        monkeypatch.setattr(servicer, "check_embed", lambda request, model: CheckedInputs(request.request_id, ""))
+        answer = asyncio.create_task(session.post(f"{url}/v1/embeddings", json={"input": ["x"] * 65}))
+        await asked.wait()
+        drained = asyncio.create_task(on.server.drain(10))
+        await eventually(lambda: on.server._generation.streams._is_draining)
+        assert await status_of(session, f"{url}/v1/embeddings", {"input": ["x"]}) == 503
+        may_go_on.set()
+        async with await answer as whole:
+            assert whole.status == 200
+            assert len((await whole.json())["data"]) == 65
+        assert await drained
+
+
+async def test_a_drain_waits_until_a_large_answer_is_read() -> None:
+    async with door() as (on, scheduler, _):
+        scheduler.step_interval_s = 0.0
+        body = json.dumps({**FOREVER, "stream": False, "n": 16, "logprobs": 20}).encode()
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(slow, ("127.0.0.1", on.server.http_port))
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+            await loop.sock_sendall(slow, head % len(body) + body)
+            answer = await loop.sock_recv(slow, 4096)
+            assert on.server._generation.streams.num_open == 0
+            drained = asyncio.create_task(on.server.drain(60))
+            await asyncio.sleep(0.1)
+            assert not drained.done()
+            while data := await loop.sock_recv(slow, 65536):
+                answer += data
+        length = int(answer.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        assert len(answer.partition(b"\r\n\r\n")[2]) == length
         assert await drained
 
 

@@ -490,6 +490,7 @@ BAD = {
     "logprobs": ({"prompt": "x", "logprobs": 21}, "logprobs"),
     "seed": ({"prompt": "x", "seed": 1 << 64}, "seed"),
     "many biases": ({"prompt": "x", "logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias"),
+    "two biases of a token": ({"prompt": "x", "logit_bias": {"5": 1, "05": 1}}, "logit_bias"),
     "bias of no token": ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias"),
     "bias over the vocabulary": ({"prompt": "x", "logit_bias": {"999999": 1}}, "logit_bias"),
     "stops": ({"prompt": "x", "stop": ["a"] * 5}, "stop"),

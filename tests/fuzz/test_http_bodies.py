@@ -89,6 +89,71 @@ def test_schemas_of_forced_calls_nest_or_are_refused(depth: int) -> None:
     read_or_refuse(ChatBody, body.replace(', "input": "x"', "").encode())
 
 
+CALL = {"id": "", "function": {"name": "a", "arguments": ""}}
+ITEM = {"type": "function_call", "call_id": "", "name": "a", "arguments": ""}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        (ChatBody, {"messages": [{"role": "user", "content": ""}] * 350_000}, "messages"),
+        (TokenizeBody, {"messages": [{"role": "user", "content": ""}] * 350_000}, "messages"),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 350_000}]}, "messages"),
+        (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [CALL] * 175_000}]}, "messages"),
+        (ChatBody, {"messages": [{"role": "user", "content": ""}], "tools": [with_schema({})] * 175_000}, "tools"),
+        (ResponsesBody, {"input": [ITEM] * 175_000}, "input"),
+        (ResponsesBody, {"input": [ITEM, {"type": "reasoning", "content": "x" * 900}] * 8193}, "input"),
+    ],
+    ids=["messages", "messages to tokenize", "parts", "calls", "tools", "items of calls", "items of thoughts"],
+)
+def test_many_small_pieces_are_refused_before_each_is_read(
+    kind: type[msgspec.Struct], body: dict[str, Any], field: str
+) -> None:
+    read = bodies.read(json.dumps(body).encode(), kind)
+    with pytest.raises(CallRefusedError, match=r"are not allowed; allowed: at most 16384$") as refusal:
+        TRANSLATIONS[kind](read)
+    assert [violated for violated, _ in refusal.value.violations] == [field]
+
+
+def test_what_the_model_said_in_several_items_is_one_message() -> None:
+    thoughts = [{"type": "reasoning", "content": f"{number}," + "x" * 900} for number in range(8000)]
+    calls = [ITEM | {"call_id": str(number)} for number in range(8000)]
+    said = [*thoughts, {"role": "assistant", "content": "y"}, *calls]
+    content = json.dumps(
+        {"input": [{"role": "user", "content": "q"}, *said, {"role": "user", "content": "r"}]}
+    ).encode()
+    chat = translation.responses_request(bodies.read(content, ResponsesBody), None).chat
+    more = json.loads(chat.messages[1].more)
+    assert [(one.role, one.content) for one in chat.messages] == [("user", "q"), ("assistant", "y"), ("user", "r")]
+    assert more["reasoning_content"] == "".join(str(one["content"]) for one in thoughts)
+    assert [call["id"] for call in more["tool_calls"]] == [call["call_id"] for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        (rb"\ud800", rb"\ud800"),
+        (rb"a\uD83Db", rb"\uD83D"),
+        (rb"\udc00", rb"\udc00"),
+        (rb"\ud83d\ude00\ude00", rb"\ude00"),
+        (rb"\ud83d\ud83d\ude00", rb"\ud83d"),
+        (rb"\\ud800 \udfff", rb"\udfff"),
+    ],
+)
+@pytest.mark.parametrize("body", [b'{"prompt":"%b"}', b'{"prompt":"x","stop":["%b"],"max_tokens":12345678}'])
+def test_a_lone_surrogate_is_named(body: bytes, text: bytes, held: bytes) -> None:
+    with pytest.raises(CallRefusedError) as refusal:
+        bodies.read(body % text, CompletionBody)
+    assert refusal.value.message == f"body: a text in it holds the lone surrogate {held.decode()}; allowed: Unicode"
+
+
+@pytest.mark.parametrize("text", [rb"\ud83d\ude00", rb"\\ud800", rb"\\\\ud800\\udc00"])
+def test_what_is_no_lone_surrogate_is_not_taken_for_one(text: bytes) -> None:
+    assert bodies.read(b'{"prompt":"%b"}' % text, CompletionBody).prompt == json.loads(b'"%b"' % text)
+    with pytest.raises(CallRefusedError, match=r"^body: it is not readable \(JSON is malformed"):
+        bodies.read(b'{"prompt":"%b",}' % text, CompletionBody)
+
+
 @given(content=st.binary(max_size=200))
 @example(content=b'{"prompt":' + b"[" * 200_000)
 @example(content=b'{"prompt": "' + b"\\ud800" + b'"}')

@@ -4,6 +4,7 @@ Owns: what a client does when it is refused or its gateway dies, and the invaria
 Must not know: the scheduler beyond whether it still has a sequence, executors, or steps.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,6 +22,7 @@ from headway_proto.ingress import (
     Finished,
     Rejected,
     Submit,
+    SubmitPooled,
 )
 from headway_proto.sampling import NO_LOGPROBS
 from headway_scheduler.core.state.arrival import Origin
@@ -28,7 +30,7 @@ from simulation import fault_invariants as invariants
 from simulation.fault_invariants import Violation
 from simulation.fault_model import LACKS_ADAPTER, Answer, sampling_of
 from simulation.fault_process import Process
-from simulation.fault_schedule import ADAPTERS, UP, RequestPlan
+from simulation.fault_schedule import ADAPTERS, MAX_MODEL_LEN, UP, RequestPlan
 
 GATEWAY_TICK_S = 0.1
 CLIENT_RETRY_S = 0.2
@@ -89,7 +91,10 @@ class Client:
     def __init__(self, world: "FaultWorld", plan: RequestPlan) -> None:
         self.world = world
         self.plan = plan
-        self.answer = Answer(plan, world.schedule.settings)
+        settings = world.schedule.settings
+        self._answers = [Answer(plan, settings, context) for context in settings.contexts or (MAX_MODEL_LEN,)]
+        self.answer = self._answers[0]
+        """The longest."""
         self.delivered: list[int] = []
         self.is_done = False
         self.gateway: GatewayProcess | None = None
@@ -108,10 +113,11 @@ class Client:
         plan, sampling = self.plan, sampling_of(self.plan)
         if self.delivered:  # before which the prompt was told
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=NO_LOGPROBS)
-        submission = Submit(
+        kind = partial(SubmitPooled, pooling=plan.pooling) if plan.pooling else Submit
+        submission = kind(
             handle=gateway.link.next_handle(),
-            request_id=f"request-{plan.number}",
-            index=0,
+            request_id=plan.request_id,
+            index=plan.index,
             token_ids=encode_column(plan.prompt),
             num_prompt_tokens=len(plan.prompt),
             max_tokens=plan.max_tokens,
@@ -165,7 +171,6 @@ class Client:
             return
         self._num_ends += 1
         invariants.terminal_once(self._num_ends, who)
-        answer = self.answer
         if invariants.is_found_guilty(sequence.submission.request_id in self.world.found_guilty, end):
             self.close()
             return
@@ -173,7 +178,14 @@ class Client:
             invariants.may_lack_its_adapter(self._may_lack_adapter, end.error, who)
             self.close()
             return
+        if "cannot hold this request" in end.error and self.world.schedule.settings.contexts:
+            self.close()
+            return
+        ends = {(one.reason, len(one.tokens)): one for one in self._answers}
+        answer = ends.get((end.reason, len(sequence.tokens)), self.answer)
         invariants.ends_as_it_should(end.reason, len(sequence.tokens), answer.reason, len(answer.tokens), who)
+        if answer.reason != "error":
+            invariants.vector_equal(sequence.vector, answer.vector, who)
         if self.plan.wants_logprobs:
             told = [values.logprob for values in sequence.logprobs]
             invariants.oracle_equal(told, 0, answer.logprobs[sequence.num_held :])
@@ -188,6 +200,9 @@ class Client:
             return
         if end.reason == REJECT_NOT_FOUND:
             invariants.may_lack_its_adapter(self._may_lack_adapter, end.message, who)
+            self.close()
+            return
+        if self.world.schedule.settings.contexts and end.field == "prompt":
             self.close()
             return
         has_all = end.reason == REJECT_OUT_OF_RANGE and self.delivered == self.answer.tokens

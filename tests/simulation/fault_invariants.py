@@ -484,7 +484,7 @@ def as_asked(submit: Submit, asked: Submit) -> None:
     """What is submitted, for the first time or again, is what the client asked for, whatever has come of it."""
     differing = [
         name
-        for name in Submit.__struct_fields__
+        for name in asked.__struct_fields__
         if name not in _OF_PROGRESS and getattr(submit, name) != getattr(asked, name)
     ]
     require(not differing, "AS-ASKED", f"{asked.request_id} is submitted with another {', '.join(differing)}")
@@ -507,6 +507,11 @@ def oracle_equal(new: list[int], start: int, answer: list[int]) -> None:
     """Each token is the one of the undisturbed run."""
     expected = answer[start : start + len(new)]
     require(new == expected, "ORACLE-EQUAL", f"tokens from {start} are {new}, not {expected}")
+
+
+def vector_equal(told: bytes, answer: bytes, who: str) -> None:
+    """A vector is the one of the undisturbed run."""
+    require(told == answer, "ORACLE-EQUAL", f"the vector of {who} is {told.hex()}, not {answer.hex()}")
 
 
 def exactly_once(index: int, expected: int, who: str) -> None:

@@ -9,6 +9,8 @@ table promises is noticed by the first step that reads it.
 """
 
 from collections.abc import Callable
+from functools import reduce
+from operator import xor
 from zlib import crc32
 
 import msgspec
@@ -18,9 +20,10 @@ from numpy.typing import NDArray
 from headway_executor.backend import StepBatch, StepResult
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import Int32Array, decode_column, encode_column, encode_floats
+from headway_proto.pooling import NO_POOLING, needs_every_token
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import NO_LOGPROBS, SamplingParams
-from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
+from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs, RowPromptLogprobs, RowVector
 from simulation.fault_schedule import ADAPTERS, END_TOKEN, MAX_MODEL_LEN, VOCABULARY, RequestPlan, Settings
 from simulation.fault_store import FaultPool
 
@@ -37,6 +40,8 @@ def backend_info(settings: Settings, shrunk: int = 0, life: int = 0) -> BackendI
     ``life``: of its process, where they have blocks of different sizes.
     """
     info = _whole_info(settings)
+    if settings.contexts:
+        info = msgspec.structs.replace(info, max_model_len=settings.contexts[life % len(settings.contexts)])
     if settings.block_sizes:
         size = settings.block_sizes[life % len(settings.block_sizes)]
         info = msgspec.structs.replace(
@@ -77,6 +82,8 @@ def _whole_info(settings: Settings) -> BackendInfo:
         num_lanes=settings.num_lanes,
         supports_adapters=settings.has_adapters,
         adapters=tuple(map(adapter_of, ADAPTERS[:-1])) if settings.has_adapters else (),
+        embedding_size=int(settings.embeds),
+        keeps_states=settings.keeps_states,
     )
 
 
@@ -125,22 +132,22 @@ def logprob_of(prefix: int) -> float:
 
 
 class Answer:
-    """What a request brings if nothing goes wrong: tokens, their log probabilities, and why it ends."""
+    """What a request brings if nothing goes wrong, with so long a context: tokens, their log probabilities, why it ends, and
+    the number that a pooled one is about.
+    """
 
-    def __init__(self, plan: RequestPlan, settings: Settings) -> None:
+    def __init__(self, plan: RequestPlan, settings: Settings, context: int = MAX_MODEL_LEN) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.reason = "length"
         sampling = sampling_of(plan)
         stops = set(plan.stop) | (set() if plan.ignore_eos else {END_TOKEN})
-        limit = min(
-            plan.max_tokens, min(MAX_MODEL_LEN, settings.num_blocks * settings.block_size + 1) - len(plan.prompt)
-        )
+        limit = min(plan.max_tokens, min(context, settings.num_blocks * settings.block_size + 1) - len(plan.prompt))
         prefix = _beginning(adapter_of(plan.adapter).identity if plan.adapter else "")
         self.prompt_logprobs: list[float] = []
-        for token in plan.prompt:
-            prefix = grown(prefix, token)
-            self.prompt_logprobs.append(logprob_of(prefix))
+        prefixes = [prefix := grown(prefix, token) for token in plan.prompt]
+        self.prompt_logprobs += map(logprob_of, prefixes)
+        self.vector = vector_of(prefixes, plan.pooling)
         del self.prompt_logprobs[0]
         for index in range(limit):
             if index == plan.fails_at:
@@ -155,10 +162,23 @@ class Answer:
                 return
 
 
-class _Row:
-    __slots__ = ("error", "num_prompt", "prefixes", "sampling")
+def vector_of(prefixes: list[int], pooling: int) -> bytes:
+    """The vector of the tokens that end these histories."""
+    if pooling == NO_POOLING:
+        return b""
+    wanted = prefixes if needs_every_token(pooling) else prefixes[-1:]
+    return encode_floats([logprob_of(reduce(xor, wanted, pooling << 50))])
 
-    def __init__(self, prefixes: list[int], num_prompt: int, sampling: SamplingParams, error: str) -> None:
+
+class _Row:
+    __slots__ = ("error", "num_prompt", "pooling", "prefixes", "run", "sampling")
+
+    def __init__(
+        self, prefixes: list[int], num_prompt: int, sampling: SamplingParams, error: str, start: int, pooling: int
+    ) -> None:
+        self.run = slice(start, start)
+        """The tokens that it has run, if each step has begun where the one before ended."""
+        self.pooling = pooling
         self.prefixes = prefixes
         self.num_prompt = num_prompt
         self.sampling = sampling
@@ -174,6 +194,7 @@ class ModelOfBlocks:
         self._complain = complain
         self._blocks = [[0] * info.block_size for _ in range(info.num_blocks)]
         self._host = host
+        self._keeps_states = info.keeps_states
         self._unsound: set[int] = set()
         """Rows that were told to be stale, until they end."""
         self._rows: dict[int, _Row] = {}
@@ -208,7 +229,9 @@ class ModelOfBlocks:
                 prefix = grown(prefix, token)
                 prefixes.append(prefix)
             error = f"{LACKS_ADAPTER} {new.adapter}" if new.adapter and new.adapter not in self.adapters else ""
-            self._rows[new.row] = _Row(prefixes, new.num_prompt_tokens, new.sampling, error)
+            self._rows[new.row] = _Row(
+                prefixes, new.num_prompt_tokens, new.sampling, error, new.num_computed_tokens, new.pooling
+            )
         work = list(
             zip(
                 batch.rows.tolist(),
@@ -226,6 +249,7 @@ class ModelOfBlocks:
         }
         self._write(work, tables)
         self._read(work, tables)
+        self._advance(work)
         result = self._sample(work, {row: count for row, count in most.items() if count}, tables)
         return msgspec.structs.replace(result, prompt_logprobs=self._report(work))
 
@@ -251,6 +275,16 @@ class ModelOfBlocks:
                 if self._blocks[block][: last - first] != prefixes[first + 1 : last + 1]:
                     self._complain(f"row {row}: block {block} does not hold its tokens {first} to {last - 1}")
 
+    def _advance(self, work: list[tuple[int, int, int, int]]) -> None:
+        """What a row's state, or its vector, is made of."""
+        for number, start, count, _ in work:
+            row = self._rows[number]
+            if (self._keeps_states or row.pooling) and start != row.run.stop:
+                self._complain(f"row {number} runs from {start}, and has run {row.run}")
+            if self._keeps_states and row.run.start:
+                self._complain(f"row {number} began at {row.run.start}, without its state")
+            row.run = slice(row.run.start, start + count)
+
     def _report(self, work: list[tuple[int, int, int, int]]) -> tuple[RowPromptLogprobs, ...]:
         reports = []
         for number, start, count, _ in work:
@@ -268,6 +302,7 @@ class ModelOfBlocks:
         errors: list[RowError] = []
         logprobs: list[RowLogprobs] = []
         accepted: list[tuple[int, int, int]] = []
+        vectors: list[RowVector] = []
         for number, _, _, samples in work:
             if not samples:
                 continue
@@ -275,6 +310,9 @@ class ModelOfBlocks:
             tokens.append(ERRORED_ROW if drawn is None else drawn)
             if drawn is None:
                 errors.append(RowError(number, self._rows[number].error or "the logits are NaN"))
+            elif self._rows[number].pooling:
+                row = self._rows[number]
+                vectors.append(RowVector(number, vector_of(row.prefixes[row.run.start + 1 : -1], row.pooling)))
             if number in most:
                 further = [] if drawn is None else self._speculate(number, most[number], tables[number], logprobs)
                 tokens += further
@@ -285,6 +323,7 @@ class ModelOfBlocks:
             logprobs=tuple(logprobs),
             errors=tuple(errors),
             accepted_tokens=columns if accepted else None,
+            vectors=tuple(vectors),
         )
 
     def _draw(self, number: int, logprobs: list[RowLogprobs]) -> int | None:

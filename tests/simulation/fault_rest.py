@@ -105,6 +105,8 @@ MAY_GROW = (
     _MayGrow("*epoch", None, "lives of a link or of an executor are numbered"),
     _MayGrow("*incarnation", None, "names of lives"),
     _MayGrow("engine.fleet.links._links[]._executor", None, "the name of a life"),
+    _MayGrow("engine.fleet.links._links[].served_another_life", None, "where an executor came from"),
+    _MayGrow("engine.fleet.links._refused", None, "the name of a life"),
     _MayGrow("*.next_sequence", None, "frames are numbered"),
     _MayGrow("*._next_sequence", None, "frames are numbered"),
     _MayGrow("executor._link._expected_sequence", None, "frames are numbered"),

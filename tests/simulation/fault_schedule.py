@@ -11,6 +11,7 @@ import random
 
 import msgspec
 
+from headway_proto.pooling import NO_POOLING, POOL_CLS, POOL_LAST, POOL_MEAN
 from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.memory.preemption import PREEMPTIONS
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
@@ -32,6 +33,8 @@ FLOOD = 48
 FRAME_FAULTS = ("drop", "duplicate", "corrupt", "delay")
 LINK_FAULTS = ("partition", "hold", "reset")
 PROCESS_FAULTS = ("crash", "stall", "rival", "supplant")
+SCHEDULER_FAULTS = ("retire",)
+"""The scheduler is told to stop, and another one starts once it has ended."""
 STEP_FAULTS = ("fail", "memory", "flip")
 CLIENT_FAULTS = ("cancel", "cancel_preempted")
 OPERATOR_FAULTS = ("pause", "pin", "unpin")
@@ -46,7 +49,7 @@ ADAPTERS = ("a", "b", "c")
 """Every executor has all but the last from its start. An operator may load that, and unload any."""
 ADAPTER_FAULTS = ("load", "unload", "spoil")
 """Only where there are adapters. Files that are spoiled cannot be read again; only those of the last adapter are."""
-KINDS = (*_MIXED, "sleep", *CELL_FAULTS, *HOST_FAULTS, *ROLE_FAULTS, *ADAPTER_FAULTS)
+KINDS = (*_MIXED, "sleep", *CELL_FAULTS, *HOST_FAULTS, *ROLE_FAULTS, *ADAPTER_FAULTS, *SCHEDULER_FAULTS)
 
 SEVERAL_WEIGHTS = (70, 20, 10)
 """How often there are one, two and three executors."""
@@ -112,11 +115,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_adapters: int = 16
     adapter_s: float = 0.0
     """How long it takes to read an adapter."""
+    keeps_states: bool = False
+    embeds: bool = False
+    """Whether executors make vectors."""
+    contexts: tuple[int, ...] = ()
+    """One process of an executor after the other has one of these, in place of ``MAX_MODEL_LEN``."""
 
 
 class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A client's request. ``fails_at``: the output token at which its logits are NaN. ``deadline_s``: 0 for none.
-    ``is_bad``: a token id outside the vocabulary.
+    ``is_bad``: a token id outside the vocabulary. ``output_of``: the request of which this is another output, the one with
+    this ``index``; -1 for none.
     """
 
     at: float
@@ -138,6 +147,14 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     is_bad: bool = False
     wants_prompt_logprobs: bool = False
     adapter: str = ""
+    pooling: int = NO_POOLING
+    output_of: int = -1
+    index: int = 0
+
+    @property
+    def request_id(self) -> str:
+        """All outputs of a request have the same."""
+        return f"request-{self.number if self.output_of < 0 else self.output_of}"
 
 
 def executor_slots(settings: Settings) -> tuple[int, ...]:
@@ -207,6 +224,11 @@ def draw(seed: int, num_executors: int | None = None) -> Schedule:
     settings = _with_lanes(random.Random(f"lanes {seed}"), settings)
     settings = _with_block_sizes(random.Random(f"block sizes {seed}"), settings)
     settings, requests, faults = _with_adapters(random.Random(f"adapters {seed}"), settings, requests, faults)
+    settings, faults = _with_states(random.Random(f"states {seed}"), settings, faults)
+    settings = _with_contexts(random.Random(f"contexts {seed}"), settings)
+    settings, requests = _with_pooled(random.Random(f"pooled {seed}"), settings, requests)
+    requests = _with_outputs(random.Random(f"outputs {seed}"), requests)
+    faults = _with_retiring(random.Random(f"retiring {seed}"), faults)
     ends = [fault.at + (0.0 if fault.kind == "delay" else fault.seconds) for fault in faults]
     heal_at = max([0.3, *ends, *(request.at for request in requests)]) + rng.choice((0.0, 0.2, 0.5))
     return Schedule(seed=seed, settings=settings, requests=requests, faults=faults, heal_at=round(heal_at, 4))
@@ -252,6 +274,85 @@ def _with_adapters(
     ]
     first = Fault(at=0.0005, kind="load", target=FIRST_GATEWAY, count=2)
     return settings, requests, tuple(sorted((first, *faults, *added), key=lambda fault: fault.at))
+
+
+def _with_states(
+    rng: random.Random, settings: Settings, faults: tuple[Fault, ...]
+) -> tuple[Settings, tuple[Fault, ...]]:
+    """Models whose rows have states beside their blocks, and so nothing to swap or to propose; drawn by itself as well."""
+    if rng.random() < 0.85:
+        return settings, faults
+    settings = msgspec.structs.replace(
+        settings,
+        keeps_states=True,
+        num_host_blocks=0,
+        max_speculative_tokens=0,
+        prefix_offload="off",
+        shares_host=False,
+        loses_pools=False,
+        hands_off=0.0,
+        harm_of_pulls=0.0,
+    )
+    return settings, tuple(fault for fault in faults if fault.kind not in HOST_FAULTS)
+
+
+def _with_contexts(rng: random.Random, settings: Settings) -> Settings:
+    """An executor that comes back with another context, beside which there is none; drawn by itself as well."""
+    if settings.max_executors > 1 or settings.more_executors_after_s or rng.random() < 0.8:
+        return settings
+    others = tuple(rng.choice((MAX_MODEL_LEN, MAX_MODEL_LEN - 8, MAX_MODEL_LEN // 2)) for _ in range(2))
+    return msgspec.structs.replace(settings, contexts=(MAX_MODEL_LEN, *others))
+
+
+def _with_pooled(
+    rng: random.Random, settings: Settings, requests: tuple[RequestPlan, ...]
+) -> tuple[Settings, tuple[RequestPlan, ...]]:
+    """Requests for vectors, beside others; drawn by itself as well."""
+    if rng.random() < 0.8:
+        return settings, requests
+    share = rng.choice((0.3, 0.7, 1.0))
+    fields = {"max_tokens": 1, "ignore_eos": True, "stop": (), "wants_logprobs": False, "wants_prompt_logprobs": False}
+    return msgspec.structs.replace(settings, embeds=True), tuple(
+        msgspec.structs.replace(request, pooling=rng.choice((POOL_LAST, POOL_LAST, POOL_MEAN, POOL_CLS)), **fields)
+        if rng.random() < share
+        else request
+        for request in requests
+    )
+
+
+def _with_outputs(rng: random.Random, requests: tuple[RequestPlan, ...]) -> tuple[RequestPlan, ...]:
+    """Requests of several outputs; drawn by itself as well."""
+    if rng.random() < 0.8:
+        return requests
+    others = [(request, index) for request in requests for index in range(1, rng.choice((1, 1, 2, 3, 4)))]
+    first = 1 + max(request.number for request in requests)
+    return requests + tuple(
+        msgspec.structs.replace(
+            request,
+            number=number,
+            output_of=request.number,
+            index=index,
+            seed=(request.seed + index) % (1 << 16),
+            wants_prompt_logprobs=False,
+        )
+        for number, (request, index) in enumerate(others[:MOST_REQUESTS], first)
+    )
+
+
+def _with_retiring(rng: random.Random, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """Schedulers that are told to stop; drawn by itself as well."""
+    if rng.random() < 0.85:
+        return faults
+    added = [
+        Fault(
+            at=round(rng.random() * 0.4, 4),
+            kind="retire",
+            target=SCHEDULER,
+            seconds=round(rng.choice((0.0, *_SHORT_S, *_LONG_S)) * (0.5 + rng.random()), 4),
+        )
+        for _ in range(rng.choice((1, 1, 2)))
+    ]
+    return tuple(sorted((*faults, *added), key=lambda fault: fault.at))
 
 
 def _with_prompts(

@@ -31,7 +31,7 @@ from simulation.fault_placement import PlacementWatch
 from simulation.fault_process import Process
 from simulation.fault_schedule import ADAPTERS, TENANTS, Settings
 
-TOKENS_KIND = 50
+TOKENS_KINDS = frozenset({50, 53})
 
 if TYPE_CHECKING:
     from simulation.fault_world import FaultWorld
@@ -67,7 +67,7 @@ class WatchedEngine(SchedulerEngine):
         invariants.taken_once(self.live.get(origin) is not None or origin in self.early, f"handle {submit.handle}")
         num_held = len(submit.token_ids) // 4 - submit.num_prompt_tokens
         self._process.next_index.setdefault((owner, submit.handle), num_held)
-        sequence = self._process.world.client_of(submit.request_id).sequence
+        sequence = self._process.world.client_of(submit.request_id, submit.index).sequence
         if sequence is not None and sequence.handle == submit.handle:
             invariants.as_asked(submit, sequence.submission)
         super()._on_submit(owner, submit, now)
@@ -79,7 +79,7 @@ class WatchedEngine(SchedulerEngine):
 
     def _has_been_told(self, name: Name, handle: int) -> bool:
         """Whether the client knows that its request runs, or has run, by what it holds of it."""
-        sequence = self._process.world.client_of(name.request_id).sequence
+        sequence = self._process.world.client_of(*name).sequence
         if sequence is None or sequence.handle != handle:
             return False
         return sequence.num_cached_tokens is not None or len(sequence.tokens) > sequence.num_held
@@ -179,7 +179,7 @@ class SchedulerProcess(Process):
 
     def work(self, frames: list[tuple[bytes, bytes]]) -> None:
         world, engine = self.world, self.engine
-        now = world.now
+        now, num_joined = world.now, len(world.joined)
         with world.watching():
             for peer, data in frames:
                 if peer.startswith(b"e"):
@@ -192,7 +192,7 @@ class SchedulerProcess(Process):
             self._send_news()
             engine.recorder.flush(now, engine.fleet)
             engine.notices.take()
-            self.check()
+            self.check(num_joined)
         self.wake_at(engine.next_deadline)
 
     def _take_in(self, peer: bytes, data: bytes) -> None:
@@ -225,7 +225,7 @@ class SchedulerProcess(Process):
         unreachable: list[bytes] = []
         outgoing, engine.gateways.outgoing = engine.gateways.outgoing, []
         for peer, frame in outgoing:
-            if frame[3] == TOKENS_KIND:
+            if frame[3] in TOKENS_KINDS:
                 self._check_tokens(peer, frame)
             if peer not in unreachable and not world.send_down(peer, frame):
                 unreachable.append(peer)
@@ -266,12 +266,12 @@ class SchedulerProcess(Process):
                 self.world.num_to_cancel -= 1
                 self.world.at(self.world.now, self.world.client_of(request.new.request_id).cancel)
 
-    def check(self) -> None:
-        """After each beat, if anything may have changed."""
+    def check(self, num_joined: int) -> None:
+        """After each beat, if anything may have changed. ``num_joined``: the lives of executors that had joined before it."""
         fleet, world = self.engine.fleet, self.world
         if world.schedule.settings.has_adapters and world.lives_at_load is None:
             is_loaded = fleet.adapters.identity_of(ADAPTERS[-1]) is not None
-            world.lives_at_load = (len(world.joined), self.life) if is_loaded else None
+            world.lives_at_load = (num_joined, self.life) if is_loaded else None
         num_changed = sum(watch.check() for watch in self._cells)
         if world.num_to_cancel:
             for place in (fleet.placement, *fleet.cores):

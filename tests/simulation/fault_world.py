@@ -63,6 +63,7 @@ SETTLES_WITHIN_S = (0.01, 0.6, 20.0)
 """News takes its way, a heartbeat comes, links of gateways that are gone are given up."""
 MOST_EVENTS = 60_000
 BELIEVED_FOR_S = 0.01
+RETIRED_FOR_S = 0.02
 
 
 class Flight(NamedTuple):
@@ -132,6 +133,11 @@ class FaultWorld:
         self.executors = [ExecutorProcess(self, self._next_life(), slot) for slot in executor_slots(settings)]
         self.gateways = [GatewayProcess(self, self._next_life(), slot) for slot in gateways]
         self.clients = {plan.number: Client(self, plan) for plan in schedule.requests}
+        self._client_of: dict[tuple[str, int | None], Client] = {}
+        for plan in schedule.requests:
+            self._client_of |= dict.fromkeys(
+                [(plan.request_id, plan.index), (plan.request_id, None)], self.clients[plan.number]
+            )
         self.num_open = len(self.clients)
 
     def run(self) -> Violation | None:
@@ -190,8 +196,9 @@ class FaultWorld:
         is_busy = any(core.num_in_flight for core in engine.fleet.cores)
         return not engine.num_unfinished and not engine.live and not is_busy
 
-    def client_of(self, request_id: str) -> Client:
-        return self.clients[int(request_id.rpartition("-")[2])]
+    def client_of(self, request_id: str, index: int | None = None) -> Client:
+        """Who wants this output, or without ``index`` any of the request."""
+        return self._client_of[request_id, index]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -360,6 +367,22 @@ class FaultWorld:
     def _inflict_kill(self, fault: Fault) -> None:
         """It does not come back, unless no other is left."""
         self._process(fault.target).is_dead = True
+
+    def _inflict_retire(self, fault: Fault) -> None:
+        scheduler = self.scheduler
+        if not scheduler.is_dead and not scheduler.is_stalled and not scheduler.engine.draining:
+            scheduler.engine.drain()
+            scheduler.wake()
+            self._retire(scheduler, self.now + fault.seconds)
+
+    def _retire(self, scheduler: SchedulerProcess, ends_at: float) -> None:
+        """End it with its last request, or when its time is over."""
+        if self.scheduler is not scheduler or scheduler.is_dead:
+            return
+        if self.now >= ends_at or not (scheduler.engine.num_unfinished or scheduler.is_stalled):
+            self._inflict_crash(Fault(at=self.now, kind="crash", target=SCHEDULER, seconds=RETIRED_FOR_S))
+        else:
+            self.at(min(ends_at, self.now + RETIRED_FOR_S), lambda: self._retire(scheduler, ends_at))
 
     def _inflict_leave(self, fault: Fault) -> None:
         executor = self._process(fault.target)

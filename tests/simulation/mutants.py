@@ -35,7 +35,8 @@ from headway_scheduler import compiled_core, engine
 from headway_scheduler.cells import brake
 from headway_scheduler.cells.core_calls import CoreCalls
 from headway_scheduler.cells.fleet import Fleet
-from headway_scheduler.cells.live_sequences import LiveSequences
+from headway_scheduler.cells.live_sequences import LiveSequences, Name
+from headway_scheduler.core import scheduler as core_scheduler
 from headway_scheduler.core.admission.endings import Endings
 from headway_scheduler.core.admission.fair_queue import FairQueue
 from headway_scheduler.core.admission.moving import Moving
@@ -52,7 +53,8 @@ from headway_scheduler.core.memory.prefix_cache import PrefixCache
 from headway_scheduler.core.memory.swapping import Swapping
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.events import StepEvents
-from headway_scheduler.core.state.request import FinishReason, RequestStatus
+from headway_scheduler.core.state.limits import SchedulerLimits
+from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
 from headway_scheduler.core.state.stop_tokens import StopTokens
 from headway_scheduler.core.step.answer_checks import AnswerChecks
 from headway_scheduler.core.step.answers import Answers
@@ -425,21 +427,21 @@ def lost_executor_keeps_its_epoch(original):
     "an executor is known by its connection, and when it makes another it is overheard", (ExecutorLink, "_on_hello")
 )
 def connection_taken_for_life(original):
-    def on_hello(self, peer, hello, now):
+    def on_hello(self, peer, frame, hello, now):
         if hello.incarnation == self._executor and peer != self.first_peer:
             return []
         self.first_peer = peer
-        return original(self, peer, hello, now)
+        return original(self, peer, frame, hello, now)
 
     return on_hello
 
 
 @_mutant("any executor that says hello takes over from one that lives", (ExecutorLink, "_on_hello"))
 def takeover_of_the_living(original):
-    def on_hello(self, peer, hello, now):
+    def on_hello(self, peer, frame, hello, now):
         if self._peer is not None and peer != self._peer:
             self._heard_at = float("-inf")
-        return original(self, peer, hello, now)
+        return original(self, peer, frame, hello, now)
 
     return on_hello
 
@@ -1021,6 +1023,36 @@ def answer_of_another_cell(original):
         return number, events
 
     return receive
+
+
+@_mutant("a row begins with another's blocks where it has a state beside them", (SchedulerLimits, "fitting"))
+def state_left_behind(original):
+    del original
+    return lambda self, capacity: self
+
+
+@_mutant("a vector is made of the tokens that no cached prefix held", (Request, "runs_whole_prompt"))
+def part_of_a_prompt_pooled(original):
+    del original
+    return property(lambda self: False)
+
+
+@_mutant("a vector is not told", (GatewayLink, "hold_vector"))
+def vectors_dropped(original):
+    del original
+    return lambda self, vector: None
+
+
+@_mutant("the outputs of a request have one name", (engine, "name_of"))
+def outputs_confused(original):
+    del original
+    return lambda submit: Name(submit.request_id, 0)
+
+
+@_mutant("a request keeps its limit where the next executor has a shorter context", (core_scheduler, "limit_of"))
+def former_limit_kept(original):
+    del original
+    return lambda new, max_request_tokens: new.num_prompt_tokens + new.max_tokens
 
 
 for each in hand_off_mutants.MISTAKES:

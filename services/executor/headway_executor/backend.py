@@ -249,12 +249,19 @@ def taking_adapters(backend: ExecutorBackend) -> AdapterBackend:
     return backend
 
 
-class StepOutOfMemoryError(RuntimeError):
+class StepTooLargeError(RuntimeError):
+    """A step of ``num_tokens`` is more than there is room for; a smaller one may fit."""
+
+    def __init__(self, num_tokens: int, text: str) -> None:
+        super().__init__(text)
+        self.num_tokens = num_tokens
+
+
+class StepOutOfMemoryError(StepTooLargeError):
     """The device has too little memory for ``num_tokens``."""
 
     def __init__(self, num_tokens: int, detail: str) -> None:
-        super().__init__(f"out of memory with {num_tokens} tokens: {detail}")
-        self.num_tokens = num_tokens
+        super().__init__(num_tokens, f"out of memory with {num_tokens} tokens: {detail}")
 
 
 class DeviceLostError(RuntimeError):

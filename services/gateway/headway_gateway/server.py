@@ -5,7 +5,7 @@ import contextlib
 import secrets
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import structlog
@@ -52,6 +52,7 @@ GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].fu
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 VLLM_ENGINE_SERVICE = VLLM_ENGINE_PREFIX.strip("/")
 _CANCEL_GRACE_S = 0.5
+_SENT_POLL_S = 0.02
 _MOST_OTHER_CALLS = 1024
 """Open calls besides generations."""
 
@@ -59,6 +60,15 @@ _PATIENCE = 2.0
 """A connection may be left unread for so many times the time of a stream, which ends with a status."""
 
 _log = structlog.get_logger("headway.gateway.server")
+
+
+class _Sender(Protocol):
+    """A connection."""
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether an answer on it is not read yet."""
+        ...
 
 
 class GatewayServer:
@@ -159,15 +169,21 @@ class GatewayServer:
             self._tokens.reload()
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuse new generations; return whether open ones finished."""
+        """Refuse new generations; return whether open ones finished, and clients have read what they were answered."""
         await self._health.shut_down()
         self._generation.streams.drain()
         try:
             async with asyncio.timeout(grace_s):
                 await self._generation.streams.wait_until_idle()
+                await self._until_sent()
         except TimeoutError:
             return False
         return True
+
+    async def _until_sent(self) -> None:
+        left: set[_Sender] = {*self._server.connections, *(() if self._http is None else self._http.connections)}
+        while left := {one for one in left if one.is_sending}:  # noqa: ASYNC110 (neither kind has such an event)
+            await asyncio.sleep(_SENT_POLL_S)
 
     async def close(self) -> None:
         """End open calls and release everything."""

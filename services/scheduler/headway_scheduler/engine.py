@@ -201,7 +201,7 @@ class SchedulerEngine:
             problem = Problem(ingress.REJECT_OVERLOADED, "", "no executor has joined yet and the queue is full")
             return problem.rejection(submit.handle, UNKNOWN_S)
         if self.live.named(name_of(submit)) is not None:
-            message = f"{shown(submit.request_id)} is the id of a live request"
+            message = f"{shown(submit.request_id)} is the id of a live request; allowed: another, or none"
             return Problem(ingress.REJECT_ALREADY_EXISTS, "request_id", message).rejection(submit.handle)
         found = problem_of(submit, None if self.fleet.info is None else self.fleet.info.vocab_size)
         return None if found is None else found.rejection(submit.handle)

@@ -10,7 +10,7 @@ import torch
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.memory import host_pool, kv_pool
-from headway_executor.memory.host_pool import memory_for
+from headway_executor.memory.host_pool import allocate_blocks, memory_for
 from headway_executor.memory.kv_pool import KvPool, StoredBlock
 from headway_executor.simulated.pool import SimulatedPool
 from headway_executor.startup.threaded_backend import ThreadedBackend
@@ -116,6 +116,27 @@ def test_memory_that_a_device_cannot_use_is_given_back(monkeypatch):
     assert found is None
     assert memory.asked == [(5, 8, "x"), (0, 8, "x")]
     assert not kept_errors, "nothing is left for the launch that comes next"
+
+
+def test_a_device_s_blocks_take_what_they_need_and_are_let_go_with_the_last_view(monkeypatch):
+    """Torch takes a power of two when it pins memory."""
+    pinned = {}
+
+    def register(address, size, flags):
+        pinned[address] = size
+        return 0
+
+    library = types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
+    monkeypatch.setattr(host_pool, "_untyped_cuda", types.SimpleNamespace(cudart=lambda: library))
+    blocks = allocate_blocks((33, 2, 3), torch.float32, torch.device("cuda"))
+    assert pinned == {blocks.data_ptr(): 33 * 6 * 4}
+    assert torch.equal(blocks, torch.zeros(33, 2, 3))
+    view = blocks[7:].view(torch.uint8).numpy()
+    del blocks
+    assert pinned
+    view += 1
+    del view
+    assert not pinned
 
 
 def test_the_simulated_cache_is_bytes_in_host_memory():

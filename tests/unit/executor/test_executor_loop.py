@@ -34,6 +34,7 @@ from headway_executor.step.loop import StepCycle, serve
 from headway_process.pulse import Pulse
 from headway_proto.adapters import AdapterChange, AdapterChanged, RowAdapter
 from headway_proto.columns import decode_column, encode_column, encode_columns
+from headway_proto.framing import MAX_BYTES_TO_SCHEDULER
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import (
     DIGEST_INTERVAL_STEPS,
@@ -44,6 +45,7 @@ from headway_proto.step import (
     NewEpoch,
     NewRequest,
     ResyncRequest,
+    RowVector,
     SchedulerHeartbeat,
     SchedulerOutput,
     scheduler_frame_reader,
@@ -298,6 +300,26 @@ def test_a_step_that_memory_does_not_hold_asks_for_smaller_ones(logs):
     (request,) = feed(cycle, scheduler, scheduler.admit(0, [5, 6, 7, 8, 9], range(10)))
     assert (request.max_num_batched_tokens, request.failed_step) == (2, 0)
     assert request.reason == "step 0 failed: StepOutOfMemoryError: out of memory with 5 tokens: no more than that"
+
+
+def test_an_answer_that_no_frame_holds_asks_for_smaller_steps(logs):
+    """The scheduler would end the connection, and the same step would come again with the next."""
+
+    class WideBackend(SimulatedBackend):
+        def execute(self, batch):
+            vectors = tuple(RowVector(row, bytes(3 << 20)) for row in range(int(batch.num_scheduled_tokens.sum())))
+            return msgspec.structs.replace(super().execute(batch), vectors=vectors)
+
+    scheduler = Scheduler()
+    cycle = make_cycle(WideBackend())
+    feed(cycle, scheduler, scheduler.new_epoch(3))
+    (request,) = feed(cycle, scheduler, scheduler.admit(0, [5, 6, 7, 8, 9, 10], range(10)))
+    assert (request.max_num_batched_tokens, request.failed_step) == (3, 0)
+    assert request.reason.startswith("step 0 failed: StepTooLargeError: the answer to 6 tokens takes 19")
+    feed(cycle, scheduler, scheduler.new_epoch(4))
+    frames = cycle.receive(scheduler.admit(0, [5, 6, 7, 8, 9], range(10)), 0.0)
+    assert [len(scheduler.reader.decode(frame).body.vectors) for frame in frames] == [5]
+    assert len(frames[0]) <= MAX_BYTES_TO_SCHEDULER
 
 
 def test_a_device_that_is_lost_is_reported_and_nothing_follows(logs):

@@ -6,7 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway_executor.backend import StepResult
-from headway_executor.links.step_link import EpochBegan, EpochLost, LinkOutcome, LinkTiming, StepLink, StepReady
+from headway_executor.links import step_link
+from headway_executor.links.step_link import (
+    EpochBegan,
+    EpochLost,
+    LinkOutcome,
+    LinkTiming,
+    StepLink,
+    StepReady,
+    most_bytes_of,
+)
+from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.step import (
     BackendInfo,
     ExecutorHeartbeat,
@@ -14,6 +24,10 @@ from headway_proto.step import (
     ExecutorOutput,
     NewEpoch,
     ResyncRequest,
+    RowError,
+    RowLogprobs,
+    RowPromptLogprobs,
+    RowVector,
     SchedulerHeartbeat,
     SchedulerOutput,
     scheduler_frame_reader,
@@ -173,6 +187,31 @@ def test_results_of_an_older_epoch_are_dropped():
     assert link.result(epoch=5, step=0, result=an_answer([1]), state_digest=None) == []
     assert link.lose_epoch(5, "late failure", 0.3) == LinkOutcome([], [])
     assert link.running
+
+
+@pytest.mark.parametrize("number", [1, 20])
+def test_no_answer_takes_more_bytes_than_is_said(number, monkeypatch):
+    """With the widest numbers, beside what every answer has."""
+    monkeypatch.setattr(step_link, "_MOST_BYTES_OF_THE_REST", 128)
+    widest = (1 << 31) - 1
+    rows = [65_535 - place for place in range(number)]
+    prompt = PromptLogprobColumns(widest, bytes(4 * 70_000), bytes(20 * 70_000), bytes(20 * 70_000))
+    parts = {
+        "logprobs": tuple(RowLogprobs(row, -1.1, (widest,) * 20, (-1.1,) * 20) for row in rows),
+        "prompt_logprobs": tuple(RowPromptLogprobs(row, prompt) for row in rows),
+        "vectors": tuple(RowVector(row, bytes(70_000)) for row in rows),
+        "errors": tuple(RowError(row, "\N{GRINNING FACE}" * 70_000) for row in rows),
+    }
+    ids, accepted = np.full(number, widest, np.int32), np.ones((3, number), np.int32)
+    for fields in ({}, *({name: values} for name, values in parts.items()), parts):
+        result = StepResult(
+            sampled_token_ids=ids, accepted_tokens=accepted, device_time_us=widest, move_time_us=widest, **fields
+        )
+        scheduler = Scheduler()
+        link = running_link(scheduler)
+        link.receive(scheduler.step(), 0.0)
+        (frame,) = link.result(epoch=link.epoch, step=0, result=result, state_digest=(1 << 32) - 1)
+        assert len(frame) <= most_bytes_of(result) <= 128 + 2 * len(frame), fields
 
 
 def test_frames_of_an_earlier_epoch_are_ignored():

@@ -1,5 +1,6 @@
 """How the triton backend's host side describes a step: its columns, its rows' edits, the size it is launched for."""
 
+import contextlib
 import threading
 
 import numpy as np
@@ -183,7 +184,7 @@ class _Mark:
 
 
 def test_results_come_in_order_and_a_failure_is_its_own():
-    readback = Readback()
+    readback = Readback(InterpretedRuntime())
     late, early = _Mark(reached=False), _Mark(reached=True)
 
     def fail():
@@ -201,6 +202,25 @@ def test_results_come_in_order_and_a_failure_is_its_own():
     assert isinstance(futures[1].exception(10), RuntimeError)
     assert futures[2].result(10) is empty
     readback.close()
+
+
+def test_what_waits_for_a_device_has_selected_it():
+    class Runtime(InterpretedRuntime):
+        @contextlib.contextmanager
+        def on_stream(self):
+            selected.add(threading.get_ident())
+            yield
+            selected.remove(threading.get_ident())
+
+    class Mark:
+        def wait(self):
+            waited_on.append(threading.get_ident() in selected)
+
+    selected, waited_on = set(), []
+    readback = Readback(Runtime())
+    readback.when_reached(Mark(), lambda: waited_on.append(threading.get_ident() in selected)).result(10)
+    readback.close()
+    assert (waited_on, selected) == ([True, True], set())
 
 
 def test_a_slot_is_written_again_only_when_its_copy_is_over():

@@ -61,7 +61,7 @@ class Late(TritonBackend):
 
     def open(self, config):
         info = super().open(config)
-        self._model._readback = self._model._readback or Readback()
+        self._model._readback = self._model._readback or Readback(self._model.parts.runtime)
         return info
 
 

@@ -7,6 +7,7 @@ import grpc
 import msgspec
 import pytest
 
+from headway_gateway.requests.input_checks import MAX_INPUTS, check_score
 from headway_gateway.requests.validation import (
     MOST_TOLD,
     CheckedRequest,
@@ -20,12 +21,15 @@ from headway_proto.generation_pb2 import (
     Chat,
     ChatMessage,
     GenerateRequest,
+    Input,
     LogitBias,
     Resume,
     SamplingParams,
+    ScoreRequest,
     TokenIds,
 )
 from headway_proto.ingress import PRIORITY_LOW, PRIORITY_NORMAL, ModelInfo, Submit
+from headway_proto.pooling import POOL_SCORE
 from headway_proto.sampling import NO_LOGPROBS
 from headway_proto.sampling import SamplingParams as WireSampling
 
@@ -34,6 +38,7 @@ MODEL = ModelInfo(
     eos_token_ids=(0,), max_request_tokens=80, supports_prompt_logprobs=True,
 )  # fmt: skip
 
+RERANKER = msgspec.structs.replace(MODEL, embedding_size=1, default_pooling=POOL_SCORE)
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -64,6 +69,11 @@ BAD = [
         GenerateRequest(chat=Chat(messages=[ChatMessage(role="user"), ChatMessage(role="root", content="x")])),
         "chat.messages[1].role",
         "'root' is not a role; allowed: system, developer, user, assistant, tool",
+    ),
+    (
+        GenerateRequest(chat=Chat(messages=[ChatMessage(role="user")] * 16385)),
+        "chat.messages",
+        "16385 are not allowed; allowed: at most 16384",
     ),
     (sampled(max_tokens=0), "sampling.max_tokens", "0 is not allowed; allowed: 1 or more"),
     (sampled(max_tokens=3, min_tokens=4), "sampling.min_tokens", "4 is not allowed; allowed: at most max_tokens, 3"),
@@ -151,6 +161,13 @@ def test_of_many_faults_some_are_told(bad):
         check_request(bad, MODEL)
     assert time.process_time() - began_at < 0.5
     assert len(refusal.value.violations) <= MOST_TOLD
+
+
+def test_of_many_texts_that_a_reranker_does_not_take_some_are_told():
+    continuations = [Input(token_ids=TokenIds(ids=[1]))] * 100_000
+    with pytest.raises(CallRefusedError) as refusal:
+        check_score(ScoreRequest(prompt=Input(text="x"), continuations=continuations), RERANKER)
+    assert len(refusal.value.violations) == 1 + MAX_INPUTS
 
 
 def test_another_model_is_not_found():

@@ -5,9 +5,12 @@
 import json
 import random
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from headway_gateway.openai import tool_calls
 from headway_gateway.openai.pieces import MarkedText
 from headway_gateway.openai.tool_calls import (
     COHERE,
@@ -345,3 +348,46 @@ def test_a_long_call_that_is_none_is_read_in_one_pass(form: CallForm, text: str)
     divided = ToolText(form)
     assert "".join(map(str, [*divided.push(text), *divided.finish()]))
     assert time.process_time() - began_at < 2
+
+
+SEGMENT = "<tool_call><function=a><parameter=b></tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("form", "begin", "repeated", "end"),
+    [
+        (HERMES, '<tool_call>{"name": "a", "arguments": {"x": "', '</tool_call>\\"', '"}}</tool_call>'),
+        (QWEN_CODER, SEGMENT, "</tool_call>", "</parameter></function></tool_call>"),
+        (QWEN_CODER, SEGMENT, "<function=", "</parameter></function></tool_call>"),
+        (QWEN_CODER, SEGMENT, SEGMENT, SEGMENT),
+        (GLM, "<tool_call>a<arg_key>b</arg_key><arg_value>", "</tool_call>", "</arg_value></tool_call>"),
+        (
+            FUNCTION_GEMMA,
+            "<start_function_call>call:a{x:<escape>",
+            "<end_function_call>",
+            "<escape>}<end_function_call>",
+        ),
+    ],
+    ids=["json", "markup", "calls within a value", "values without an end", "unmarked name", "nearly json"],
+)
+def test_however_many_marks_arguments_have_each_part_is_read_once(
+    form: CallForm, begin: str, repeated: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_read = 0
+
+    def counted(is_open: Callable[..., bool]) -> Callable[..., bool]:
+        def read(*given: Any) -> bool:
+            nonlocal num_read
+            num_read += len(given[-1])
+            return is_open(*given)
+
+        return read
+
+    for name in ("is_in_value", "_is_in_json_text"):
+        monkeypatch.setattr(tool_calls, name, counted(getattr(tool_calls, name)))
+    text = ToolText(form)
+    given = [begin, *[repeated] * 200, end]
+    for piece in given:
+        text.push(piece)
+    text.finish()
+    assert num_read <= 4 * len("".join(given))

@@ -220,6 +220,36 @@ class TestRunner:
 
         assert len(await answered(respond, retry_s=0.3, concurrency=1)) == len(LINES)
 
+    @pytest.mark.parametrize(("code", "is_answer"), [("already_exists", False), ("cancelled", True)])
+    async def test_behind_a_broken_connection_its_request_may_still_have_the_id(
+        self, code: str, is_answer: bool
+    ) -> None:
+        seen: list[int] = []
+
+        def respond(_: httpx2.Request) -> httpx2.Response:
+            seen.append(1)
+            if len(seen) == 1:
+                raise httpx2.ReadError("the connection broke")
+            if len(seen) == 2:
+                return httpx2.Response(409, json={"error": {"message": "request_id: 'x' is ...", "code": code}})
+            return httpx2.Response(200, json={})
+
+        answers = await answered(respond, concurrency=1)
+        assert [answer["response"]["status_code"] for answer in answers] == [409 if is_answer else 200, *[200] * 4]
+
+    @pytest.mark.parametrize("had_failed", [False, True])
+    async def test_an_id_that_another_request_has_is_an_answer_sooner_or_later(self, had_failed: bool) -> None:
+        seen: list[int] = []
+
+        def respond(_: httpx2.Request) -> httpx2.Response:
+            seen.append(1)
+            if had_failed and len(seen) == 1:
+                raise httpx2.ReadError("the connection broke")
+            return httpx2.Response(409, json={"error": {"message": "x", "code": "already_exists"}})
+
+        answers = await answered(respond, retry_s=0.3, concurrency=1)
+        assert [answer["response"]["status_code"] for answer in answers] == [409] * len(LINES)
+
     async def test_a_wrong_token_ends_the_run_at_once(self) -> None:
         with pytest.raises(ServerRefusedError, match="status 401: who are you"):
             await answered(lambda _: httpx2.Response(401, json={"error": {"message": "who are you"}}))

@@ -22,7 +22,8 @@ from headway_gateway.link.scheduler_client import SchedulerClient
 from headway_process import link_guard
 from headway_process.addresses import check_ipc_directory, check_link_address
 from headway_process.link_guard import MAX_PENDING_HANDSHAKES, NO_HANDSHAKE, TOO_MANY, UNKNOWN_KEY, AllowList
-from headway_scheduler.links.transport import MAX_RECEIVED_BYTES, Transport
+from headway_proto.framing import MAX_BYTES_TO_SCHEDULER
+from headway_scheduler.links.transport import Transport
 
 
 @pytest.fixture
@@ -220,7 +221,7 @@ def test_silence_garbage_and_giant_frames_are_turned_away(links: Links) -> None:
         bytes(range(256)) * 8,
         greeting,
         greeting + b"\x06" + struct.pack(">Q", 1 << 30) + bytes(1000),
-        greeting + b"\x06" + struct.pack(">Q", MAX_RECEIVED_BYTES + 1),
+        greeting + b"\x06" + struct.pack(">Q", MAX_BYTES_TO_SCHEDULER + 1),
         greeting + b"\x04\xc8\x05HELLO" + bytes(194),
     )
     opened = [socket.create_connection(("127.0.0.1", port_of(links.step))) for _ in openings]

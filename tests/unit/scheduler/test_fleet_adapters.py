@@ -114,6 +114,41 @@ def test_a_scheduler_that_starts_anew_learns_from_its_executor() -> None:
     assert tokens_of(world, "b") == before
 
 
+def test_what_only_an_executor_has_that_comes_late_to_a_new_scheduler_can_be_named_again() -> None:
+    """The first one restarts together with the scheduler, and has nothing but what it was started with."""
+    world = world_of(2, {"a": "x"})
+    assert call(world, "load_adapter", "b", "y").error == ""
+    before = tokens_of(world, "b")
+    late = world.executors[1]
+    world.kill_executor(1)  # for the while
+    world.start_executor(0)
+    world.start_scheduler()
+    wait_for_executors(world, 1)
+    world.run_until(lambda: world.gateways[0].link.model is not None, 5)
+    assert names_of(world) == ["a"]
+    world.executors[1] = late
+    wait_for_executors(world, 2)
+    world.run_until(lambda: in_executors(world) == [{"a", "b"}, {"a", "b"}], 5)
+    assert names_of(world) == ["a", "b"]
+    assert tokens_of(world, *["b"] * 6) == before * 6
+
+
+def test_what_is_unloaded_while_an_executor_is_away_is_not_brought_back_by_it() -> None:
+    world = world_of(3, {"a": "x", "b": "y"})
+    away = world.executors[1:]
+    for number in (1, 2):
+        world.kill_executor(number)
+    wait_for_executors(world, 1)
+    assert call(world, "unload_adapter", "b").error == ""
+    world.start_executor(2)  # in the place that one of them had
+    wait_for_executors(world, 2)
+    for number, executor in enumerate(away, 1):
+        world.executors[number] = executor
+    wait_for_executors(world, 3)
+    assert in_executors(world)[1] == {"a", "b"}
+    assert names_of(world) == ["a"]
+
+
 def test_an_executor_of_its_own_that_joins_others_adds_none() -> None:
     world = world_of(2, {"a": "x"})
     world.kill_executor(1)

@@ -49,7 +49,7 @@ class OpenModel:
         self.parts = parts
         self.mover = mover
         self._steps = steps
-        self._readback = Readback() if parts.runtime.is_cuda else None
+        self._readback = Readback(parts.runtime) if parts.runtime.is_cuda else None
         self._swap_ends: Readback | None = None
         self._last_ended: Mark | None = None
         file = config.options.get("step_log", "") if config.place.rank == 0 else ""
@@ -85,7 +85,7 @@ class OpenModel:
         if swapped_out is None:
             return None
         if self._swap_ends is None:
-            self._swap_ends = Readback()
+            self._swap_ends = Readback(self.parts.runtime)
         return self._swap_ends.when_reached(self.parts.runtime.mark(), swapped_out.synchronize)
 
     @property

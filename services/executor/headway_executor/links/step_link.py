@@ -49,6 +49,13 @@ from headway_proto.wording import one_line
 
 _MAX_REASON_CHARACTERS = 300
 
+# Of what an answer holds as MessagePack. The rest may be the numbers of 65,536 stale rows.
+_MOST_BYTES_OF_THE_REST = 1 << 19
+_MOST_BYTES_OF_A_TOKEN = 16
+_MOST_BYTES_OF_AN_ENTRY = 32
+_MOST_BYTES_OF_AN_ALTERNATIVE = 14
+_MOST_BYTES_OF_A_CHARACTER = 4
+
 
 class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Intervals in seconds."""
@@ -112,6 +119,21 @@ class LinkOutcome(NamedTuple):
 
     frames: list[bytes]
     events: list[LinkEvent]
+
+
+def most_bytes_of(result: StepResult) -> int:
+    """The most bytes that the answer with this result takes as a frame."""
+    prompts = [entry.values for entry in result.prompt_logprobs]
+    num_entries = len(result.logprobs) + len(prompts) + len(result.vectors) + len(result.errors)
+    return (
+        _MOST_BYTES_OF_THE_REST
+        + _MOST_BYTES_OF_A_TOKEN * len(result.sampled_token_ids)
+        + _MOST_BYTES_OF_AN_ENTRY * num_entries
+        + sum(_MOST_BYTES_OF_AN_ALTERNATIVE * len(entry.top_token_ids) for entry in result.logprobs)
+        + sum(len(values.logprobs) + len(values.top_token_ids) + len(values.top_logprobs) for values in prompts)
+        + sum(len(entry.values) for entry in result.vectors)
+        + sum(_MOST_BYTES_OF_A_CHARACTER * len(entry.message) for entry in result.errors)
+    )
 
 
 class _State(enum.Enum):

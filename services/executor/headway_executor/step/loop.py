@@ -20,8 +20,8 @@ from headway_executor.backend import (
     ExecutorBackend,
     RankLostError,
     StepBatch,
-    StepOutOfMemoryError,
     StepResult,
+    StepTooLargeError,
 )
 from headway_executor.batch.batch_state import BatchState
 from headway_executor.batch.block_moves import BlockMoves
@@ -40,12 +40,14 @@ from headway_executor.links.step_link import (
     OtherVersion,
     ProposalsAccepted,
     StepReady,
+    most_bytes_of,
 )
 from headway_executor.step.adapter_changes import AdapterChanges, Beside, at_once
 from headway_executor.step.seams import Link, NoRanks, Ranks
 from headway_process.pulse import Pulse
 from headway_proto.adapters import name_of
 from headway_proto.columns import Int32Array
+from headway_proto.framing import MAX_BYTES_TO_SCHEDULER
 from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput, adapters_in
 
 
@@ -68,6 +70,7 @@ class Channel(Protocol):
 class _Pending(msgspec.Struct, frozen=True):
     epoch: int
     step: int
+    num_tokens: int
     num_samples: int
     speculates: bool
     state_digest: int | None
@@ -292,7 +295,7 @@ class StepCycle:
         if not self._pending:
             self._oldest_since = now
         speculates = batch.num_speculative_tokens is not None
-        self._pending.append(_Pending(*number, num_samples, speculates, digest, stale_rows, future))
+        self._pending.append(_Pending(*number, num_tokens, num_samples, speculates, digest, stale_rows, future))
         if not future.done():
             future.add_done_callback(lambda _: self._wake())
         return self.collect(now)
@@ -312,6 +315,10 @@ class StepCycle:
         if len(result.sampled_token_ids) != num_wanted:
             text = f"the backend answered {len(result.sampled_token_ids)} tokens, not {num_wanted}"
             return self._fail(step.epoch, step.step, RuntimeError(text), now)
+        num_bytes = most_bytes_of(result)
+        if num_bytes > MAX_BYTES_TO_SCHEDULER:
+            text = f"the answer to {step.num_tokens} tokens takes {num_bytes} bytes; allowed: {MAX_BYTES_TO_SCHEDULER}"
+            return self._fail(step.epoch, step.step, StepTooLargeError(step.num_tokens, text), now)
         return self._answer(step, result, now)
 
     def _answer(self, step: _Pending, result: StepResult, now: float) -> list[bytes]:
@@ -327,8 +334,8 @@ class StepCycle:
         if isinstance(error, DeviceLostError):
             self.device_lost = error
             return self._link.leave(reason)
-        # Nothing tells how much memory a step takes beside the fixed part: allow half of the tokens.
-        limit = max(error.num_tokens // 2, 1) if isinstance(error, StepOutOfMemoryError) else 0
+        # Nothing tells how much room a step takes beside the fixed part: allow half of the tokens.
+        limit = max(error.num_tokens // 2, 1) if isinstance(error, StepTooLargeError) else 0
         return self._act(self._link.lose_epoch(epoch, reason, now, failed_step=step, max_num_batched_tokens=limit), now)
 
     def _forget_arriving(self) -> None:

@@ -1,6 +1,8 @@
 """The streams that are open: how many there may be, until when each may last, and when none is left."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import grpc
@@ -17,6 +19,7 @@ class OpenStreams:
         self.num_open = 0
         self._most = most
         self._is_draining = False
+        self._in_parts: set[CallContext] = set()
         self._became_idle = Wakeup()
 
     def drain(self) -> None:
@@ -24,8 +27,8 @@ class OpenStreams:
         self._is_draining = True
 
     async def wait_until_idle(self) -> None:
-        """Return when none is open."""
-        while self.num_open:
+        """Return when none is open, nor a call in parts."""
+        while self.num_open or self._in_parts:
             await self._became_idle.wait()
 
     def one_more(self, context: CallContext) -> "_OneMore":
@@ -36,10 +39,24 @@ class OpenStreams:
         """
         return _OneMore(self, context)
 
-    def begin(self) -> None:
+    @contextmanager
+    def in_parts(self, context: CallContext) -> Iterator[None]:
+        """Inside, streams of a call come one after the other, and a drain lets all of them begin.
+
+        Raises:
+            CallRefusedError: on entering, none may begin.
+        """
+        self._require_no_drain(context)
+        self._in_parts.add(context)
+        try:
+            yield
+        finally:
+            self._in_parts.discard(context)
+            self._became_idle.ring()
+
+    def begin(self, context: CallContext) -> None:
         """See ``one_more``."""
-        if self._is_draining:
-            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "this gateway is draining", reason="draining")
+        self._require_no_drain(context)
         if self.num_open >= self._most:
             message = f"{self.num_open} streams are open; allowed: {self._most}"
             raise try_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="too_many_streams")
@@ -50,6 +67,10 @@ class OpenStreams:
         self.num_open -= 1
         if not self.num_open:
             self._became_idle.ring()
+
+    def _require_no_drain(self, context: CallContext) -> None:
+        if self._is_draining and context not in self._in_parts:
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "this gateway is draining", reason="draining")
 
 
 class _OneMore:
@@ -64,7 +85,7 @@ class _OneMore:
 
     async def __aenter__(self) -> None:
         remaining_s = self._context.time_remaining()
-        self._streams.begin()
+        self._streams.begin(self._context)
         if remaining_s is not None:
             self._timeout = asyncio.timeout(remaining_s)
             await self._timeout.__aenter__()

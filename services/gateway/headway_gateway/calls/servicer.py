@@ -173,7 +173,8 @@ class GenerationServicer(api_grpc.GenerationServicer):
     def _begun(self, request_id: str, tenant: str) -> Iterator[None]:
         if request_id in self._live_request_ids:
             raise CallRefusedError(
-                grpc.StatusCode.ALREADY_EXISTS, f"request_id: {shown(request_id)} is the id of a live request"
+                grpc.StatusCode.ALREADY_EXISTS,
+                f"request_id: {shown(request_id)} is the id of a live request; allowed: another, or none",
             )
         structlog.contextvars.bind_contextvars(request_id=request_id)
         self._require_rate(tenant)

@@ -159,6 +159,12 @@ class Connection(asyncio.Protocol):
         """Whether the client leaves so much unread that nothing more is sent."""
         self.peer = ""
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether something waits for the client to read."""
+        has_output = self._waiting or self._http2.has_output
+        return self._transport is not None and bool(has_output or self._transport.get_write_buffer_size())
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # noqa: D102  # asyncio's own gives no less
         self._transport = transport
         self.peer = _name_of(transport.get_extra_info("peername"))

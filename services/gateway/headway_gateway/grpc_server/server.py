@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import grpc
@@ -56,6 +56,11 @@ class GrpcServer:
         self._acceptors = entrance.open(
             lambda: Connection(functools.partial(self._open, _Heads()), self._bounds, self._connections)
         )
+
+    @property
+    def connections(self) -> Collection[Connection]:
+        """The connections that are open."""
+        return self._connections
 
     async def stop(self, grace_s: float) -> None:
         """Take no new calls; cancel what has not ended within ``grace_s`` seconds."""

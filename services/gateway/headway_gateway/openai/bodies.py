@@ -39,6 +39,9 @@ _AT = re.compile(r"^(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
 _EXPECTED = re.compile(r"Expected (?P<allowed>.*?)(?:, got .*)?", re.DOTALL)
+_HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_LONE_SURROGATE = re.compile(rb"(?:%b(?!%b)|%b(?<!%b%b))(?<!\\\\u[0-9a-fA-F]{4})" % (_HIGH, _LOW, _LOW, _HIGH, _LOW))
+"""Nearly: behind an escaped backslash none is seen."""
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 
 
@@ -418,7 +421,11 @@ def read(content: bytes, kind: type[_Body]) -> _Body:
     except msgspec.ValidationError as error:
         raise _wrong_field(content, str(error), kind) from None
     except (ValueError, RecursionError) as error:
+        if lone := _LONE_SURROGATE.search(content):
+            held = lone[0].decode()
+            raise invalid_argument("body", f"a text in it holds the lone surrogate {held}; allowed: Unicode") from None
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"{error}"
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else reason
         raise invalid_argument("body", f"it is not readable ({reason}); allowed: a JSON object") from None
 
 

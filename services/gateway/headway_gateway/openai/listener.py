@@ -8,7 +8,7 @@ import contextlib
 import functools
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import httptools
@@ -66,6 +66,11 @@ class HttpListener:
         """The port."""
         port: int = self._sockets[0].getsockname()[1]
         return port
+
+    @property
+    def connections(self) -> "Collection[_Connection]":
+        """The connections that are open."""
+        return self._server.server_state.connections  # type: ignore[return-value]  # as they are made below
 
     async def start(self) -> None:
         """Serve from now on."""
@@ -133,6 +138,12 @@ class _Connection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._answered: RequestResponseCycle | None = None
         """The request that is answered now; uvicorn knows only the last that came, which may wait behind it."""
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a request is being answered, or the client has not read the answer."""
+        is_answering = self._answered is not None and not self._answered.response_complete
+        return self in self.connections and (is_answering or self.transport.get_write_buffer_size() > 0)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)

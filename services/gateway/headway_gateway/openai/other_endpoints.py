@@ -153,13 +153,15 @@ class OtherEndpoints:
         in_base64 = body.encoding_format == "base64"
         data: list[msgspec.Raw] = []
         num_tokens = 0
-        for part in embed_parts(body, call.tenant):
-            made = await _asked(self._generation.Embed, part.request, call, part.names)
-            for one in made.embeddings:
-                # Written part by part, so that many vectors do not hold up other calls.
-                vector = Vector(len(data), _numbers(one, in_base64=in_base64))
-                data.append(msgspec.Raw(msgspec.json.encode(vector)))
-                num_tokens += one.prompt_tokens
+        parts = embed_parts(body, call.tenant)
+        with self._generation.streams.in_parts(call):
+            for part in parts:
+                made = await _asked(self._generation.Embed, part.request, call, part.names)
+                for one in made.embeddings:
+                    # Written part by part, so that many vectors do not hold up other calls.
+                    vector = Vector(len(data), _numbers(one, in_base64=in_base64))
+                    data.append(msgspec.Raw(msgspec.json.encode(vector)))
+                    num_tokens += one.prompt_tokens
         model = body.model or (await self._generation.serving_model()).name
         await call.answer(msgspec.json.encode(VectorList(model, data, PromptUsage(num_tokens, num_tokens))))
 

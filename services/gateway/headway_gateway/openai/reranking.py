@@ -97,10 +97,11 @@ class Reranking:
         num_tokens = 0
         most = body.max_tokens_per_doc
         scored = texts if most is None else await asyncio.to_thread(self._cut, texts, most)
-        for first in range(0, len(texts), MAX_INPUTS):
-            answer = await self._score(body, call, first, scored[first : first + MAX_INPUTS])
-            scores += [one.relevance for one in answer.scores]
-            num_tokens += answer.prompt_tokens
+        with self._generation.streams.in_parts(call):
+            for first in range(0, len(texts), MAX_INPUTS):
+                answer = await self._score(body, call, first, scored[first : first + MAX_INPUTS])
+                scores += [one.relevance for one in answer.scores]
+                num_tokens += answer.prompt_tokens
         best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
         results = [Relevance(index, scores[index]) for index in best]
         if body.return_documents:

@@ -44,9 +44,26 @@ class CallForm(NamedTuple):
     markup: Markup | None = None
     """How calls and their arguments are marked, if they are markup."""
 
-    def is_open(self, text: str) -> bool:
-        """Return whether the text of a call, as far as it goes, ends within an argument."""
-        return is_in_value(self.markup, text) if self.markup else _is_in_json_text(text)
+    def arguments(self) -> "Arguments":
+        """Return what reads one call's arguments."""
+        return Arguments('"', _is_in_json_text) if self.markup is None else _arguments_in(self.markup)
+
+
+class Arguments:
+    """Tells whether the text of a call, as far as it goes, ends within an argument. It reads each part once: a text may be long
+    and have many marks.
+    """
+
+    def __init__(self, opening: str, is_open: Callable[[str], bool]) -> None:
+        """``is_open``: whether a text ends within an argument, which one that begins with ``opening`` does."""
+        self._opening = opening
+        self._is_open = is_open
+        self._ends_inside = False
+
+    def end_inside(self, part: str) -> bool:
+        """Return whether the text so far, with ``part`` at its end, ends within an argument."""
+        self._ends_inside = self._is_open(self._opening * self._ends_inside + part)
+        return self._ends_inside
 
 
 class _Call(msgspec.Struct):
@@ -106,7 +123,7 @@ def _of_deepseek(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: ARG001
 
 def _of_markup(text: str, schemas: Schemas, markup: Markup) -> list[ToolCall]:
     calls = []
-    for part in _split(text, markup.call, partial(is_in_value, markup))[1:]:
+    for part in _split(text, markup.call, _arguments_in(markup))[1:]:
         name, mark, parameters = (part.rpartition(markup.end)[0] or part).partition(markup.name_end)
         calls.append(_marked_up(name.strip(), parameters, schemas, markup) if mark else None)
     return _all_or_none(calls)
@@ -134,15 +151,19 @@ def _of_gemma(text: str, schemas: Schemas, markup: Markup) -> list[ToolCall]:  #
     return _all_or_none([call_of(found[1], "".join(parts))])
 
 
-def _split(text: str, mark: str, is_open: Callable[[str], bool]) -> list[str]:
+def _split(text: str, mark: str, arguments: Arguments) -> list[str]:
     """Split at the marks that are not within an argument."""
-    parts = [""]
-    for place, part in enumerate(text.split(mark)):
-        if place and not is_open(parts[-1]):
-            parts.append(part)
-        else:
-            parts[-1] += mark + part if place else part
-    return parts
+    parts, begin, num_read = [], 0, 0
+    for found in re.finditer(re.escape(mark), text):
+        if not arguments.end_inside(text[num_read : found.start()]):
+            parts.append(text[begin : found.start()])
+            begin = found.end()
+        num_read = found.end()
+    return [*parts, text[begin:]]
+
+
+def _arguments_in(markup: Markup) -> Arguments:
+    return Arguments(markup.text_begin or markup.value or markup.key, partial(is_in_value, markup))
 
 
 def _split_json(text: str, mark: str) -> list[str]:
@@ -241,8 +262,9 @@ class ToolText:
         self._form = form
         self._schemas = schemas or {}
         self._held = ""
-        self._num_searched = 0
         self._is_in_call = not form.begin
+        self._is_over = False
+        self._begin_call()
         self.num_calls = 0
 
     def push(self, text: str) -> list[str | ToolCall]:
@@ -252,10 +274,10 @@ class ToolText:
 
     def finish(self) -> list[str | ToolCall]:
         """Return the rest. Calls may lack their end."""
-        found: list[str | ToolCall] = []
-        # An argument that is not closed has swallowed these ends.
-        while self._is_in_call and self._end and self._end in self._held:
-            found += [*self._end_call(self._held.index(self._end)), *self._take()]
+        # An argument that is not closed has swallowed what ends there are.
+        self._is_over = True
+        self._begin_call()
+        found = list(self._take())
         held, self._held = self._held, ""
         is_whole = self._is_in_call and held.rstrip().endswith(self._form.last)
         return [*found, *(self._called(held, "") if is_whole else self._text(self._begin * self._is_in_call + held))]
@@ -267,6 +289,7 @@ class ToolText:
                     break
                 before, _, self._held = self._held.partition(self._begin)
                 self._is_in_call = True
+                self._begin_call()
                 yield from self._text(before.rstrip())
             if not self._end:
                 if self._form is not LLAMA or self._held.lstrip()[:1] in {"", "{"}:
@@ -282,16 +305,21 @@ class ToolText:
         self._held = self._held[len(certain) :]
         yield from self._text(certain)
 
+    def _begin_call(self) -> None:
+        self._arguments = self._form.arguments()
+        self._num_read = self._num_searched = 0
+
     def _find_end(self) -> int:
         while (end := self._held.find(self._end, self._num_searched)) >= 0:
-            if not self._form.is_open(self._held[:end]):
+            if self._is_over or not self._arguments.end_inside(self._held[self._num_read : end]):
                 return end
-            self._num_searched = end + 1
+            self._num_read, self._num_searched = end, end + 1
+        self._num_searched = max(self._num_searched, len(self._held) - len(self._end) + 1)
         return end
 
     def _end_call(self, end: int) -> Iterator[str | ToolCall]:
-        inside, behind = self._held[:end], self._held[end + len(self._end) :]
-        self._held, self._is_in_call, self._num_searched = behind, False, 0
+        inside, self._held = self._held[:end], self._held[end + len(self._end) :]
+        self._is_in_call = False
         yield from self._called(inside, self._end)
 
     def _called(self, inside: str, mark: str) -> Iterator[str | ToolCall]:

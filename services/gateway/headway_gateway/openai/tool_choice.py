@@ -15,6 +15,7 @@ from headway_gateway.openai.bodies import (
     TokenizeBody,
     Tool,
 )
+from headway_gateway.requests.validation import MAX_CHAT_PIECES
 from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_proto.wording import shown
 
@@ -31,6 +32,8 @@ def offered_tools(body: ToolsBody) -> list[Function]:
         CallRefusedError: INVALID_ARGUMENT.
     """
     tools = [tool.function for tool in body.tools or ()]
+    if len(tools) > MAX_CHAT_PIECES:
+        raise invalid_argument("tools", f"{len(tools)} are not allowed; allowed: at most {MAX_CHAT_PIECES}")
     first: dict[str, Function] = {}
     for place, tool in enumerate(tools):
         field = f"tools[{place}].{'' if isinstance(body, ResponsesBody) else 'function.'}name"

@@ -30,7 +30,7 @@ from headway_gateway.openai.constraints import constrain, constraint_of
 from headway_gateway.openai.tool_choice import ToolsBody, forced_tools, offered_tools
 from headway_gateway.openai.tool_schemas import schema_of_calls
 from headway_gateway.requests.input_checks import MAX_INPUTS
-from headway_gateway.requests.validation import too_many_biases
+from headway_gateway.requests.validation import MAX_CHAT_PIECES, too_many_biases
 from headway_gateway.statuses import invalid_argument
 from headway_proto import generation_pb2 as api
 from headway_proto.sampling import MAX_LOGIT_BIAS_ENTRIES
@@ -191,6 +191,7 @@ def add_chat(chat: api.Chat, body: ChatBody | TokenizeBody) -> None:
     Raises:
         CallRefusedError: INVALID_ARGUMENT.
     """
+    _require_few("messages", body.messages or ())
     add_messages(chat, body.messages or ())
     _add_tools(chat, body)
     add_variables(chat, body.chat_template_kwargs, body.reasoning_effort)
@@ -234,6 +235,7 @@ def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRe
     if isinstance(body.input, str):
         request.chat.messages.add(role="user", content=body.input)
     else:
+        _require_few("input", body.input)
         add_messages(request.chat, _messages(body.input))
     _add_tools(request.chat, body)
     _force_calls(request, body)
@@ -243,25 +245,36 @@ def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRe
     return request
 
 
+def _require_few(field: str, items: Sequence[MessageBody | InputItem]) -> None:
+    number = len(items)
+    for item in items:
+        more = item.tool_calls if isinstance(item, MessageBody) else item.output
+        number += sum(len(one) for one in (item.content, more) if isinstance(one, list))
+    if number > MAX_CHAT_PIECES:
+        raise invalid_argument(
+            field, f"{number} messages, parts and calls are not allowed; allowed: at most {MAX_CHAT_PIECES}"
+        )
+
+
 def _messages(items: Iterable[InputItem]) -> Iterable[MessageBody]:
     """Return the items as messages: a thought, an answer and calls behind each other are one of the model."""
-    answer: MessageBody | None = None
+    answer: _Answer | None = None
     for place, item in enumerate(items):
         _check_item(item, f"input[{place}]")
         is_of_model = item.type in {"reasoning", "function_call"} or item.role == "assistant"
-        if answer is not None and not (is_of_model and _goes_on(answer, item)):
-            yield answer
+        if answer is not None and not (is_of_model and answer.goes_on_with(item)):
+            yield answer.message()
             answer = None
         if is_of_model:
-            answer = answer or MessageBody("assistant", "")
-            _add_item(answer, item, f"input[{place}]")
+            answer = answer or _Answer()
+            answer.add(item, f"input[{place}]")
         elif item.type == "function_call_output":
             yield MessageBody("tool", item.output, tool_call_id=item.call_id)
         else:
             assert item.role is not None
             yield MessageBody(item.role, item.content, name=item.name)
     if answer is not None:
-        yield answer
+        yield answer.message()
 
 
 def _check_item(item: InputItem, field: str) -> None:
@@ -276,25 +289,35 @@ def _check_item(item: InputItem, field: str) -> None:
             )
 
 
-def _goes_on(answer: MessageBody, item: InputItem) -> bool:
-    """Whether an item belongs to the model's message before it: a thought comes first, and calls last."""
-    if item.type == "function_call":
-        return True
-    return not answer.tool_calls and not answer.content
+class _Answer:
+    """What the model said in one turn, as it comes in several items."""
 
+    def __init__(self) -> None:
+        self._content: str | list[ContentPart] | None = ""
+        self._thoughts: list[str] = []
+        self._calls: list[MadeCall] = []
 
-def _add_item(answer: MessageBody, item: InputItem, field: str) -> None:
-    if item.type == "function_call":
-        assert item.call_id is not None
-        assert item.name is not None
-        assert item.arguments is not None
-        call = MadeCall(item.call_id, CalledFunction(item.name, item.arguments))
-        _arguments(call, f"{field}.arguments")
-        answer.tool_calls = [*(answer.tool_calls or ()), call]
-    elif item.type == "reasoning":
-        answer.reasoning_content = (answer.reasoning_content or "") + _text(item.content or "")
-    else:
-        answer.content = item.content
+    def goes_on_with(self, item: InputItem) -> bool:
+        """Whether an item belongs to it: a thought comes first, and calls last."""
+        return item.type == "function_call" or not (self._calls or self._content)
+
+    def add(self, item: InputItem, field: str) -> None:
+        """Take the next item."""
+        if item.type == "function_call":
+            assert item.call_id is not None
+            assert item.name is not None
+            assert item.arguments is not None
+            self._calls.append(MadeCall(item.call_id, CalledFunction(item.name, item.arguments)))
+            _arguments(self._calls[-1], f"{field}.arguments")
+        elif item.type == "reasoning":
+            self._thoughts.append(_text(item.content or ""))
+        else:
+            self._content = item.content
+
+    def message(self) -> MessageBody:
+        """Return all of it."""
+        thought = "".join(self._thoughts) if self._thoughts else None
+        return MessageBody("assistant", self._content, tool_calls=self._calls or None, reasoning_content=thought)
 
 
 class EmbedPart(NamedTuple):
@@ -446,8 +469,7 @@ def _generation(body: GenerationBody, tenant: str | None) -> api.GenerateRequest
             setattr(sampling, name, value)
     if body.seed is not None:
         sampling.seed = _seed(body.seed)
-    for stop in [body.stop] if isinstance(body.stop, str) else body.stop or ():
-        sampling.stop.append(stop)
+    sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
     sampling.stop_token_ids.extend(body.stop_token_ids or ())
     if body.logit_bias is not None and len(body.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
         raise too_many_biases("logit_bias", len(body.logit_bias))
@@ -481,4 +503,6 @@ def _seed(seed: int) -> int:
 def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _MOST_INT32):
         raise invalid_argument("logit_bias", f"{shown(text)} is not a token id")
+    if len(text) > 1 and text[0] == "0":  # it would be a second entry of the same token
+        raise invalid_argument("logit_bias", f"{shown(text)} is not allowed; allowed: {int(text)}")
     return int(text)

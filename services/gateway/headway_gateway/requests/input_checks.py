@@ -62,7 +62,7 @@ def check_score(request: api.ScoreRequest, model: ModelInfo) -> CheckedInputs:
     wrong.update(_list_violations("continuations", request.continuations))
     if is_reranker(model):
         named = [("prompt", request.prompt)]
-        named += ((f"continuations[{place}]", one) for place, one in enumerate(request.continuations))
+        named += ((f"continuations[{place}]", one) for place, one in enumerate(request.continuations[:MAX_INPUTS]))
         for field, one in named:
             if one.HasField("token_ids"):
                 wrong[field] = (

@@ -30,6 +30,8 @@ MAX_STOPS = 4
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 1024
+MAX_CHAT_PIECES = 1 << 14
+"""Messages of a chat, their parts and their calls; and tools. Each takes some microseconds, in which nothing else is served."""
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 SEED_SPACE = 1 << 64
@@ -332,6 +334,9 @@ def chat_violations(chat: api.Chat) -> Iterable[tuple[str, str]]:
     """Yield faults as (field, description)."""
     if not chat.messages:
         yield "chat.messages", "the prompt is empty; allowed: at least one message"
+    if len(chat.messages) > MAX_CHAT_PIECES:
+        yield "chat.messages", f"{len(chat.messages)} are not allowed; allowed: at most {MAX_CHAT_PIECES}"
+        return
     for place, message in enumerate(chat.messages):
         if message.role not in CHAT_ROLES:
             yield (
@@ -365,8 +370,9 @@ def _variable_violations(variables: str) -> Iterable[tuple[str, str]]:
     if not _is_json(variables, dict):
         yield "chat.variables", f"{shown(variables)} is not allowed; allowed: a JSON object"
         return
-    for name in msgspec.json.decode(variables):
-        if name in _OWN_VARIABLES:
+    given = msgspec.json.decode(variables)
+    for name in _OWN_VARIABLES:
+        if name in given:
             yield "chat.variables", f"{shown(name)} is not allowed; allowed: names beside {', '.join(_OWN_VARIABLES)}"
 
 
@@ -441,7 +447,7 @@ def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, st
 def _stop_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
     if len(sampling.stop) > MAX_STOPS:
         yield "sampling.stop", f"{len(sampling.stop)} entries are not allowed; allowed: at most {MAX_STOPS}"
-    for place, stop in enumerate(sampling.stop):
+    for place, stop in enumerate(sampling.stop[:MAX_STOPS]):
         if not 1 <= len(stop.encode()) <= MAX_STOP_BYTES:
             yield f"sampling.stop[{place}]", f"{shown(stop)} is not allowed; allowed: 1 to {MAX_STOP_BYTES} bytes"
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:

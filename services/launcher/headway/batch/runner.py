@@ -20,6 +20,7 @@ _MOST_AHEAD = 16
 """Answers that wait for an earlier one, over the requests at a time."""
 
 _TRY_AGAIN = frozenset({429, 502, 503, 504})
+_CONFLICT, _CANCELLED = 409, "cancelled"
 _STRANGER = frozenset({401, 403})
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _CONNECT_TIMEOUT_S = 10.0
@@ -109,21 +110,24 @@ class Server:
         failing_since: float | None = None
         while True:
             problem, wait_s = "", pause_s
+            response: httpx2.Response | None = None
             try:
                 response = await self._client.post(line.url, content=line.body)
             except httpx2.TransportError as error:
                 problem = f"{type(error).__name__}: {error}".removesuffix(": ")
-            else:
+            now = time.monotonic()
+            if response is not None:
                 if response.status_code in _STRANGER:
                     raise ServerRefusedError(
                         f"{self._client.base_url} refused with status {response.status_code}: {_reason(response)}"
                     )
-                if response.status_code not in _TRY_AGAIN:
-                    self._heard_at = time.monotonic()
+                # After a connection broke, the request that it carried may live on for a moment, and have the line's id.
+                is_recent = failing_since is not None and now - failing_since < self._retry_s
+                if response.status_code not in _TRY_AGAIN and not (is_recent and _is_conflict(response)):
+                    self._heard_at = now
                     return _record(line, response)
                 problem = f"status {response.status_code}"
                 wait_s = max(pause_s, _seconds(response.headers.get("retry-after", "")))
-            now = time.monotonic()
             # An answer may take longer than ``retry_s``: the server is silent from the failure on.
             failing_since = now if failing_since is None else failing_since
             if now - max(self._heard_at, failing_since) >= self._retry_s:
@@ -153,11 +157,21 @@ def _body(response: httpx2.Response) -> Any:
         return {"error": {"message": message, "type": "unreadable_answer", "param": None, "code": None}}
 
 
+def _is_conflict(response: httpx2.Response) -> bool:
+    """Whether another request has this one's id. What an operator cancels has the same status."""
+    return response.status_code == _CONFLICT and _said(response, "code") != _CANCELLED
+
+
 def _reason(response: httpx2.Response) -> str:
+    return _said(response, "message") or response.reason_phrase
+
+
+def _said(response: httpx2.Response, field: str) -> str:
+    """A field of the error; "" if it has none."""
     try:
-        return str(_body(response)["error"]["message"])
+        return str(_body(response)["error"][field])
     except (KeyError, TypeError):
-        return response.reason_phrase
+        return ""
 
 
 def _seconds(text: str) -> float:

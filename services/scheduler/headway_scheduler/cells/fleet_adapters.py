@@ -2,13 +2,13 @@
 
 Owns: which these are, and what executors are asked to load and unload. Must not know: who asks, frames, or decisions.
 
-An executor announces the adapters that it has. Those of a new executor that is alone join the set. One that joins others
-is asked for what it lacks, before its first step; what it has beside that cannot be named. A change goes to all executors
-at once, and is answered when all have answered. It goes again to one that begins an epoch meanwhile, since to load what is
-loaded changes nothing.
+An executor announces the adapters that it has. Those of a new executor that is alone join the set, and what one has that
+comes from an earlier life of the scheduler. What any other has beside them cannot be named. One that joins others is asked
+for what it lacks, before its first step. A change goes to all executors at once, and is answered when all have answered. It
+goes again to one that begins an epoch meanwhile, since to load what is loaded changes nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -93,7 +93,7 @@ class FleetAdapters:
 
     def _ask_all(self, name: str, directory: str, answer: Answer) -> None:
         cells = [cell for cell in self._cells if cell.is_open]
-        if any(change.answer is not None and change.wanted.name == name for change in self._changes.values()):
+        if self._is_changing(name):
             answer(f"name: {shown(name)} is being loaded or unloaded; allowed: when that is done")
         elif not cells:
             answer("no executor is connected")
@@ -115,21 +115,39 @@ class FleetAdapters:
     def cell_opened(self, cell: Cell) -> None:
         """An executor began an epoch: what it had been asked for may be lost."""
         assert cell.info is not None
-        has_others = any(other.is_open for other in self._cells if other is not cell)
+        others = [other for other in self._cells if other.is_open and other is not cell]
         if self._executors.get(cell.number) != cell.link.executor:
             self._executors[cell.number] = cell.link.executor
-            if not has_others:
+            if not others:
                 self._known |= {adapter.name: adapter for adapter in cell.info.adapters}
+            elif cell.link.served_another_life:
+                self._learn_from(cell, others)
         for number, change in list(self._changes.items()):
             if change.answer is not None:
                 change.asked.add(cell.number)
                 cell.link.send_change(change.wanted)
             elif cell.number in change.asked:
                 del self._changes[number]  # it is asked anew
+        has = {adapter.identity for adapter in cell.info.adapters}
+        self._ask_for(cell, [known for known in self.all() if known.identity not in has])
+
+    def _learn_from(self, cell: Cell, others: Sequence[Cell]) -> None:
+        """The others are to have what this executor brings from an earlier life of the scheduler."""
+        assert cell.info is not None
+        announced = cell.info.adapters
+        new = [one for one in announced if one.name not in self._known and not self._is_changing(one.name)]
+        self._known |= {adapter.name: adapter for adapter in new}
+        for other in others:
+            self._ask_for(other, new)
+
+    def _ask_for(self, cell: Cell, adapters: Iterable[LoadedAdapter]) -> None:
+        assert cell.info is not None
         if cell.info.supports_adapters:
-            for known in self.all():
-                if known.identity not in {adapter.identity for adapter in cell.info.adapters}:
-                    self._ask([cell], known.name, known.directory, known.fingerprint)
+            for known in adapters:
+                self._ask([cell], known.name, known.directory, known.fingerprint)
+
+    def _is_changing(self, name: str) -> bool:
+        return any(change.answer is not None and change.wanted.name == name for change in self._changes.values())
 
     def cell_lost(self, cell: Cell) -> None:
         """An executor is gone. The next one is asked for what it lacks."""

@@ -91,6 +91,11 @@ class EpochNumbers:
     def __init__(self, incarnation: int) -> None:
         # Epochs of two scheduler lives must not be mistaken for one another.
         self.newest_epoch = incarnation % FIRST_EPOCHS
+        self._first_epoch = self.newest_epoch + 1
+
+    def has_given(self, epoch: int) -> bool:
+        """Whether an epoch is of this scheduler life."""
+        return self._first_epoch <= epoch <= self.newest_epoch
 
     def next(self) -> int:
         """A number above all others."""
@@ -122,6 +127,8 @@ class ExecutorLink:
         self._executor = 0
         self._info: BackendInfo | None = None
         self._announced_limit = 0
+        self.served_another_life = False
+        """Whether the executor comes from an earlier life of the scheduler."""
         self._refused: int | None = None
         self._next_sequence = 0
         self._heard_at = float("-inf")
@@ -185,7 +192,7 @@ class ExecutorLink:
             return self.reopen(f"damaged frame: {error}", now) if peer == self._peer else []
         body = frame.body
         if isinstance(body, ExecutorHello):
-            return self._on_hello(peer, body, now)
+            return self._on_hello(peer, frame, body, now)
         if self._peer is None:
             # An executor of an earlier scheduler life, or one that was given up: our name, or our epoch, makes it say
             # hello.
@@ -223,7 +230,7 @@ class ExecutorLink:
         assert self._info is not None
         return self._open(self._peer, self._executor, self._info, reason, now)
 
-    def _on_hello(self, peer: bytes, hello: ExecutorHello, now: float) -> list[StepEvent]:
+    def _on_hello(self, peer: bytes, frame: Frame, hello: ExecutorHello, now: float) -> list[StepEvent]:
         problem = info_problem(hello.info)
         if problem is not None:
             is_news = self._refused != hello.incarnation
@@ -243,6 +250,7 @@ class ExecutorLink:
         is_taken_over = self._peer is not None and hello.incarnation != self._executor
         events = self._lose("another executor took over") if is_taken_over else []
         self._announced_limit = hello.info.max_num_batched_tokens
+        self.served_another_life = frame.epoch > 0 and not self._epochs.has_given(frame.epoch)
         return [*events, *self._open(peer, hello.incarnation, info, "an executor joined", now)]
 
     def lift_limit(self, now: float) -> list[StepEvent]:

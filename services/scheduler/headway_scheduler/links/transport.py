@@ -14,13 +14,12 @@ import zmq
 from headway_process.addresses import check_ipc_directory
 from headway_process.link_guard import HANDSHAKE_INTERVAL_MS, AllowList, LinkGuard, Rejections
 from headway_process.link_keys import load_own_keys
+from headway_proto.framing import MAX_BYTES_TO_SCHEDULER
 from headway_proto.wording import shown
 
 HIGH_WATER_MARK = 100_000
 MAX_FRAMES_PER_BEAT = 256
 _IPC = "ipc://"
-MAX_RECEIVED_BYTES = 16 * 1024 * 1024
-"""The largest frame: a sequence of ``MAX_REQUEST_TOKENS``, or about 50,000 rows with log probabilities."""
 STEP, INGRESS = "step", "ingress"
 ALLOW_LISTS = {STEP: "executors", INGRESS: "gateways"}
 """By link: the subdirectory with the public keys that may connect."""
@@ -121,7 +120,7 @@ class Transport:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.ROUTER_MANDATORY, 1),
-            (zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES),
+            (zmq.MAXMSGSIZE, MAX_BYTES_TO_SCHEDULER),
             (zmq.SNDHWM, HIGH_WATER_MARK),
             (zmq.RCVHWM, HIGH_WATER_MARK),
             (zmq.HEARTBEAT_IVL, heartbeat_ms),
