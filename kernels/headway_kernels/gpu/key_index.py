@@ -7,6 +7,7 @@ What is chosen is a list of vectors in the order of positions, so that attention
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -63,19 +64,48 @@ class IndexedStep:
         return max(128, power_of_two(len(self.rows)))
 
 
-def count_seen(step: IndexedStep, lengths: Tensor, starts: Tensor, num_chosen: int) -> None:
-    """How many positions each token sees, int32 ``[T]``, and the tokens before each, int32 ``[T + 1]``; padding is none."""
-    num_tokens = len(step.positions)
-    _count_seen[(triton.cdiv(num_tokens, CHOICE_TILE),)](
+@dataclass(frozen=True)
+class SeenTokens:
+    """How the tokens of a step attend, int32: as tokens of their rows, or each by what an index lists for it.
+
+    ``lengths`` ``[T]`` and ``starts`` ``[T + 1]``: what each sees by its list, 0 of the others, and the tokens before it. Those of
+    a row that see all positions come first; if they are several, they attend as a chunk: of ``whole_rows`` and ``whole_lengths``,
+    ``[2 R]``, and ``whole_starts``, ``[2 R + 1]``, every other one is such a part of a row, and the rest have length 0.
+    """
+
+    lengths: Tensor
+    starts: Tensor
+    whole_rows: Tensor
+    whole_lengths: Tensor
+    whole_starts: Tensor
+
+
+def count_seen(step: IndexedStep, seen: SeenTokens, num_chosen: int) -> None:
+    """Fill ``seen``, of an index that lists ``num_chosen`` positions."""
+    num_tokens, num_rows = len(step.positions), len(step.rows)
+    launch: dict[str, Any] = {"num_warps": NUM_WARPS, **dependent_launch(step.positions.device)}
+    _count_seen[(num_tokens,)](
         step.positions,
-        step.query_start[-1:],
-        lengths,
-        starts,
+        step.query_start,
+        seen.lengths,
+        seen.starts,
         num_tokens,
+        num_rows,
+        NUM_CHOSEN=num_chosen,
+        PADDED_ROWS=step.padded_rows,
+        **launch,
+    )
+    _cut_rows[(triton.cdiv(num_rows, CHOICE_TILE),)](
+        step.positions,
+        step.query_start,
+        step.rows,
+        seen.whole_rows,
+        seen.whole_lengths,
+        seen.whole_starts,
+        num_rows,
         NUM_CHOSEN=num_chosen,
         BLOCK=CHOICE_TILE,
-        num_warps=NUM_WARPS,
-        **dependent_launch(lengths.device),
+        **launch,
     )
 
 
@@ -198,15 +228,22 @@ def score_keys(
 
 
 def choose_keys(
-    scores: Tensor, num_tokens: int, step: IndexedStep, chosen: Tensor, first: int, pool_layer: Tensor
+    scores: Tensor,
+    num_tokens: int,
+    step: IndexedStep,
+    lengths: Tensor,
+    chosen: Tensor,
+    first: int,
+    pool_layer: Tensor,
 ) -> None:
-    """List the vectors that so many tokens from ``first`` on see, in the order of positions.
+    """List the vectors that so many tokens from ``first`` on see, in the order of positions, of those with ``lengths``.
 
     ``chosen`` int32, ``[T, num_chosen]``: numbers of vectors of the layer, as if each were a block. ``scores``: see
     ``score_keys``; none are read of tokens that see all.
     """
     _choose_keys[(num_tokens,)](
         scores,
+        lengths,
         chosen,
         *step.arguments,
         first,
@@ -227,25 +264,70 @@ def as_blocks_of_one(pool_layer: Tensor) -> Tensor:
     return pool_layer.view(-1, 1, 1, pool_layer.shape[3])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
+def _num_whole(first_position, num_tokens, NUM_CHOSEN: tl.constexpr):
+    """The first tokens of a row that see all positions, if they are several."""
+    whole = tl.minimum(tl.maximum(NUM_CHOSEN - first_position, 0), num_tokens)
+    return tl.where(whole > 1, whole, 0)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _count_seen(
     positions,
-    total,
+    query_start,
     lengths,
     starts,
     num_tokens,
+    num_rows,
+    NUM_CHOSEN: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has one token."""
+    await_grid(PDL)
+    token = tl.program_id(0)
+    real = tl.load(query_start + num_rows)
+    seen = 0
+    if token < real:
+        _, start, end = find_row(query_start + 1, token, num_rows, PADDED_ROWS)
+        position = tl.load(positions + token)
+        whole = _num_whole(position - (token - start), end - start, NUM_CHOSEN)
+        seen = tl.where(token - start < whole, 0, tl.minimum(position + 1, NUM_CHOSEN))
+    tl.store(lengths + token, seen)
+    tl.store(starts + token, tl.minimum(token, real))
+    if token == num_tokens - 1:
+        tl.store(starts + num_tokens, real)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _cut_rows(
+    positions,
+    query_start,
+    rows,
+    whole_rows,
+    whole_lengths,
+    whole_starts,
+    num_rows,
     NUM_CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Cut each row behind its tokens that see all positions."""
     await_grid(PDL)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    within = token < num_tokens
-    seen = tl.minimum(tl.load(positions + token, mask=within, other=0) + 1, NUM_CHOSEN)
-    tl.store(lengths + token, seen, mask=within)
-    real = tl.load(total)
-    tl.store(starts + token, tl.minimum(token, real), mask=within)
-    tl.store(starts + token + 1, tl.minimum(token + 1, real), mask=token == num_tokens - 1)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    within = row < num_rows
+    start = tl.load(query_start + row, mask=within, other=0)
+    end = tl.load(query_start + row + 1, mask=within, other=0)
+    first = tl.load(positions + start, mask=within & (end > start), other=0)
+    whole = _num_whole(first, end - start, NUM_CHOSEN)
+    own = tl.load(rows + row, mask=within, other=0)
+    tl.store(whole_rows + 2 * row, own, mask=within)
+    tl.store(whole_rows + 2 * row + 1, own, mask=within)
+    tl.store(whole_lengths + 2 * row, tl.where(whole > 0, first + whole, 0), mask=within)
+    tl.store(whole_lengths + 2 * row + 1, tl.zeros_like(own), mask=within)
+    tl.store(whole_starts + 2 * row, start, mask=within)
+    tl.store(whole_starts + 2 * row + 1, start + whole, mask=within)
+    tl.store(whole_starts + 2 * row + 2, end, mask=row == num_rows - 1)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
@@ -439,6 +521,7 @@ def _threshold(scores, length, NUM_CHOSEN: tl.constexpr, TILE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows", "first_token"])
 def _choose_keys(
     scores,
+    lengths,
     chosen,
     rows,
     query_start,
@@ -458,7 +541,7 @@ def _choose_keys(
     """A program lists what one token sees."""
     await_grid(PDL)
     token = first_token + tl.program_id(0)
-    if token < tl.load(query_start + num_rows):
+    if tl.load(lengths + token) > 0:
         length = tl.load(positions + token) + 1
         table = _table_of(rows, query_start, block_tables, token, num_rows, table_stride, PADDED_ROWS)
         own = scores + tl.program_id(0).to(tl.int64) * scores_stride

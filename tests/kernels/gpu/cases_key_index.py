@@ -80,7 +80,7 @@ CASES = [
     case(
         module._choose_keys,
         "fp32",
-        {"scores": "*fp32", "chosen": "*i32"} | _STEP | {"first_token": "i32"},
+        {"scores": "*fp32", "lengths": "*i32", "chosen": "*i32"} | _STEP | {"first_token": "i32"},
         ("table_stride", "scores_stride"),
         NUM_CHOSEN=CHOSEN,
         PADDED_ROWS=256,
@@ -91,7 +91,16 @@ CASES = [
     case(
         module._count_seen,
         "fp32",
-        {"positions": "*i32", "total": "*i32", "lengths": "*i32", "starts": "*i32", "num_tokens": "i32"},
+        dict.fromkeys(("positions", "query_start", "lengths", "starts"), "*i32")
+        | {"num_tokens": "i32", "num_rows": "i32"},
+        NUM_CHOSEN=CHOSEN,
+        PADDED_ROWS=256,
+    ),
+    case(
+        module._cut_rows,
+        "fp32",
+        dict.fromkeys(("positions", "query_start", "rows", "whole_rows", "whole_lengths", "whole_starts"), "*i32")
+        | {"num_rows": "i32"},
         NUM_CHOSEN=CHOSEN,
         BLOCK=module.CHOICE_TILE,
     ),

@@ -12,6 +12,7 @@ from headway_executor.models.rope import rotations
 from headway_kernels.gpu import key_index
 from headway_kernels.gpu.key_index import (
     IndexedStep,
+    SeenTokens,
     as_blocks_of_one,
     choose_keys,
     count_seen,
@@ -69,23 +70,38 @@ def test_the_largest_scores_are_chosen_and_of_equal_ones_the_first(
     scores = torch.where(scores == 0, torch.where(torch.rand(scores.shape, generator=draw) < 0.5, 0.0, -0.0), scores)
     pool = torch.zeros(num_blocks, 2, block_size, 8, device=kernel_device)
     chosen = torch.full((num_tokens, num_chosen), -1, dtype=torch.int32, device=kernel_device)
+    sizes = (num_tokens, num_tokens + 1, 2 * len(rows), 2 * len(rows), 2 * len(rows) + 1)
+    seen = SeenTokens(*(torch.full((size,), -1, dtype=torch.int32, device=kernel_device) for size in sizes))
+    count_seen(step, seen, num_chosen)
     for first in range(0, num_tokens, 4):
         part = scores[first : first + 4].to(kernel_device)
-        choose_keys(part, len(part), step, chosen, first, pool)
-    lengths, starts = (torch.full((num_tokens + more,), -1, dtype=torch.int32, device=kernel_device) for more in (0, 1))
-    count_seen(step, lengths, starts, num_chosen)
+        choose_keys(part, len(part), step, seen.lengths, chosen, first, pool)
     real = num_tokens - padding
-    assert starts.tolist() == [min(token, real) for token in range(num_tokens + 1)]
+    assert seen.starts.tolist() == [min(token, real) for token in range(num_tokens + 1)]
+    assert seen.whole_rows.tolist() == step.rows.repeat_interleave(2).tolist()
+    begins = step.query_start.tolist()
+    wholes = [max(0, min(num_chosen - (length - count), count)) for count, length in rows]
+    wholes = [whole if whole > 1 else 0 for whole in wholes]
+    lengths = [(length - count + whole) * (whole > 0) for (count, length), whole in zip(rows, wholes, strict=True)]
+    assert seen.whole_lengths.tolist() == [number for length in lengths for number in (length, 0)]
+    cuts = [number for begin, whole in zip(begins, wholes, strict=False) for number in (begin, begin + whole)]
+    assert seen.whole_starts.tolist() == [*cuts, real]
     token = 0
-    for table, (count, length) in zip(tables, rows, strict=True):
-        for position in range(length - count, length):
+    for table, (count, length), whole in zip(tables, rows, wholes, strict=True):
+        for place, position in enumerate(range(length - count, length)):
+            if place < whole:
+                assert seen.lengths[token] == 0
+                assert (chosen[token] == -1).all()
+                token += 1
+                continue
             positions = expected_of(scores[token, : position + 1], num_chosen)
             vectors = table[positions // block_size] * 2 * block_size + positions % block_size
-            assert lengths[token] == len(positions)
+            assert seen.lengths[token] == len(positions)
             assert chosen[token, : len(positions)].tolist() == vectors.tolist()
             assert (chosen[token, len(positions) :] == -1).all()
             token += 1
     assert (chosen[token:] == -1).all()
+    assert (seen.lengths[token:] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

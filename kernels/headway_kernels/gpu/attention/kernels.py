@@ -77,7 +77,7 @@ def plan_kernel(
 ):
     """One program counts the items and query tiles of all rows of up to ``MOST_TOKENS``.
 
-    Beyond ``MOST_ITEMS``, an item is several splits.
+    Beyond ``MOST_ITEMS``, an item is several splits. With a row of length 0, nothing attends.
     """
     await_grid(PDL)
     row = tl.arange(0, PADDED_ROWS)
@@ -85,9 +85,9 @@ def plan_kernel(
     start = tl.load(query_start + row, mask=real, other=0)
     num_tokens = tl.load(query_start + row + 1, mask=real, other=0) - start
     length = tl.load(kv_length + row, mask=real, other=0)
-    splits = tl.where(num_tokens == 1, count_splits(length), 0)
+    splits = tl.where((num_tokens == 1) & (length > 0), count_splits(length), 0)
     together = tl.maximum(tl.cdiv(tl.sum(splits, 0), MOST_ITEMS), 1)
-    is_chunk = (num_tokens > 1) & (num_tokens <= MOST_TOKENS)
+    is_chunk = (num_tokens > 1) & (num_tokens <= MOST_TOKENS) & (length > 0)
     tiles = tl.where(is_chunk, tl.cdiv(num_tokens, TOKENS_PER_TILE), 0)
     tl.store(splits_per_item, together)
     tl.store(split_ends + row, tl.cumsum(tl.cdiv(splits, together), 0), mask=real)

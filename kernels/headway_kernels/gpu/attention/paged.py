@@ -49,7 +49,7 @@ class AttentionRows:
 
     - ``rows`` ``[R]``: rows of ``block_tables``.
     - ``query_start`` ``[R + 1]``: row i has tokens ``query_start[i]`` up to ``query_start[i + 1]``; padding has none.
-    - ``kv_length`` ``[R]``: the positions after this step.
+    - ``kv_length`` ``[R]``: the positions after this step; 0: nothing attends with the row's tokens here.
     - ``block_tables`` ``[max_rows, max_blocks]``: those past ``kv_length`` are not read.
     - ``split_ends``, ``tile_ends`` ``[R]``: running counts of items, from ``plan_attention``.
     - ``splits_per_item`` ``[1]``: from ``plan_attention``.

@@ -19,6 +19,7 @@ from headway_executor.models.attention_config import IndexConfig
 from headway_kernels.gpu.attention.paged import AttentionRows, plan_attention
 from headway_kernels.gpu.key_index import (
     IndexedStep,
+    SeenTokens,
     choose_keys,
     count_seen,
     num_splits,
@@ -43,7 +44,8 @@ class SpaceSizes:
 class IndexSpace:
     """What layers share, one after the other: what the last index has chosen, and memory for the next.
 
-    A token is a row of its own of attention, whose table has what it sees; ``most_rows`` of them are attended with at a time.
+    Tokens that see all positions attend as chunks do, if they are several of a row. Any other is a row of its own of attention,
+    whose table has what it sees; ``most_rows`` of these are attended with at a time.
     """
 
     def __init__(
@@ -66,23 +68,56 @@ class IndexSpace:
         at_once = max(1, min(most_tokens, _MOST_SCORES // context)) if context > config.num_chosen else 0
         self._scores = space(at_once, context, kind=torch.float32)
         self._chosen = numbers(most_tokens, config.num_chosen)
-        self._lengths, self._starts = numbers(most_tokens), numbers(most_tokens + 1)
+        self._seen = SeenTokens(
+            numbers(most_tokens),
+            numbers(most_tokens + 1),
+            numbers(2 * most_rows),
+            numbers(2 * most_rows),
+            numbers(2 * most_rows + 1),
+        )
         self._places = torch.arange(most_tokens, dtype=torch.int32, device=device)
-        self._plan = numbers(2, most_tokens)
-        self._splits_per_item = numbers(-(-most_tokens // most_rows))
+        self._plan, self._plan_of_whole = numbers(2, most_tokens), numbers(2, 2 * most_rows)
+        self._splits_per_item = numbers(1 + -(-most_tokens // most_rows))
         self.rows: Sequence[AttentionRows] = ()
-        """The tokens of the step as rows of attention."""
+        """The tokens of the step that have lists, as rows of attention."""
 
-    def begin(self, columns: ColumnViews, block_tables: Tensor, positions: Tensor, num_rows: int, groups: int) -> None:
-        """Launch the plan of a step, for so many ``groups`` of heads."""
+    def begin(
+        self,
+        columns: ColumnViews,
+        block_tables: Tensor,
+        positions: Tensor,
+        num_rows: int,
+        *,
+        groups: int,
+        tokens_per_tile: int,
+    ) -> None:
+        """Launch the plan of a step, for so many ``groups`` of heads and tiles of ``tokens_per_tile``."""
         self._step = IndexedStep(columns.rows[:num_rows], columns.query_start[: num_rows + 1], block_tables, positions)
         num_tokens = len(positions)
-        count_seen(self._step, self._lengths[:num_tokens], self._starts[: num_tokens + 1], self._config.num_chosen)
+        whole = SeenTokens(
+            self._seen.lengths[:num_tokens],
+            self._seen.starts[: num_tokens + 1],
+            self._seen.whole_rows[: 2 * num_rows],
+            self._seen.whole_lengths[: 2 * num_rows],
+            self._seen.whole_starts[: 2 * num_rows + 1],
+        )
+        count_seen(self._step, whole, self._config.num_chosen)
+        self.whole = AttentionRows(
+            rows=whole.whole_rows,
+            query_start=whole.whole_starts,
+            kv_length=whole.whole_lengths,
+            block_tables=block_tables,
+            split_ends=self._plan_of_whole[0, : 2 * num_rows],
+            tile_ends=self._plan_of_whole[1, : 2 * num_rows],
+            splits_per_item=self._splits_per_item[:1],
+            tokens_per_tile=tokens_per_tile,
+        )
+        """Chunks of tokens that see all positions."""
         self.rows = [
             self._rows(number, first, min(first + self._most_rows, num_tokens))
             for number, first in enumerate(range(0, num_tokens, self._most_rows))
         ]
-        for rows in self.rows:
+        for rows in (self.whole, *self.rows):
             plan_attention(rows, groups)
 
     def weights(self, num_tokens: int) -> Tensor:
@@ -99,17 +134,17 @@ class IndexSpace:
             scores = self._scores[:count]
             if len(scores):
                 score_keys(queries, weights, pool_layer, self._step, scores, first, num_chosen)
-            choose_keys(scores, count, self._step, self._chosen, first, pool_layer)
+            choose_keys(scores, count, self._step, self._seen.lengths, self._chosen, first, pool_layer)
 
     def _rows(self, number: int, first: int, end: int) -> AttentionRows:
         return AttentionRows(
             rows=self._places[first:end],
-            query_start=self._starts[first : end + 1],
-            kv_length=self._lengths[first:end],
+            query_start=self._seen.starts[first : end + 1],
+            kv_length=self._seen.lengths[first:end],
             block_tables=self._chosen,
             split_ends=self._plan[0, first:end],
             tile_ends=self._plan[1, first:end],
-            splits_per_item=self._splits_per_item[number : number + 1],
+            splits_per_item=self._splits_per_item[number + 1 : number + 2],
             tokens_per_tile=1,
         )
 

@@ -118,6 +118,8 @@ class LatentAttention:
                 wide, pool_layer, attended, space.rows, has_decodes=step.has_decodes, has_chunks=step.has_chunks
             )
         else:
+            if step.has_chunks:
+                self._attend(wide, pool_layer[:, :1], attended, space.index.whole, has_decodes=False, has_chunks=True)
             vectors = as_blocks_of_one(pool_layer)
             for rows in space.index.rows:
                 self._attend(wide, vectors, attended, rows, has_decodes=True, has_chunks=False)
