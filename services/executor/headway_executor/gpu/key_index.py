@@ -94,18 +94,18 @@ class IndexSpace:
         """Launch the plan of a step, for so many ``groups`` of heads and tiles of ``tokens_per_tile``."""
         self._step = IndexedStep(columns.rows[:num_rows], columns.query_start[: num_rows + 1], block_tables, positions)
         num_tokens = len(positions)
-        whole = SeenTokens(
+        seen = SeenTokens(
             self._seen.lengths[:num_tokens],
             self._seen.starts[: num_tokens + 1],
             self._seen.whole_rows[: 2 * num_rows],
             self._seen.whole_lengths[: 2 * num_rows],
             self._seen.whole_starts[: 2 * num_rows + 1],
         )
-        count_seen(self._step, whole, self._config.num_chosen)
+        count_seen(self._step, seen, self._config.num_chosen)
         self.whole = AttentionRows(
-            rows=whole.whole_rows,
-            query_start=whole.whole_starts,
-            kv_length=whole.whole_lengths,
+            rows=seen.whole_rows,
+            query_start=seen.whole_starts,
+            kv_length=seen.whole_lengths,
             block_tables=block_tables,
             split_ends=self._plan_of_whole[0, : 2 * num_rows],
             tile_ends=self._plan_of_whole[1, : 2 * num_rows],
