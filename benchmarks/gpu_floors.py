@@ -6,9 +6,10 @@ A floor is the sum over a step's phases: products of the layers, experts, states
 needs what the one before it gives, so they cannot share the device. A phase takes at least the larger of its bytes over the
 bandwidth and its operations over the rate of large products. Weights and each row's keys and values are read once, of
 experts as many as tokens reach that choose at random; operations are two per weight and token, and two per visible position
-and channel of a head's key and of its value. Latent attention reads a row for all heads, which is both. The state of a row is read and written once, with seven operations per number and token:
-those of the delta rule, in which a state shrinks, answers a key, takes up a value and answers a query. With fp8 weights,
-products of many tokens are counted at the rate of 8-bit floats.
+and channel of a head's key and of its value. In latent attention one row is both, for all heads. The state of a row is read
+and written once, with seven operations per number and token: those of the delta rule, in which a state shrinks, answers a
+key, takes up a value and answers a query. With fp8 weights, products of many tokens are counted at the rate of 8-bit
+floats.
 """
 
 from dataclasses import dataclass, field

@@ -33,7 +33,9 @@ from headway_executor.gpu.recurrence import Beside
 
 REPETITIONS = 10
 OF_ATTENTION = ("qkv", "query", "compress", "gates", "output", "index", "queries", "keys", "norm")
-"""Products, and those of an index: what attention calls by itself, as a layer its norms, its state and its feed-forward; the rest are functions of the kernels."""
+"""What attention and its index call by themselves: products, a norm, the index. As a layer calls its norms, its state and its
+feed-forward. The rest are functions of the kernels.
+"""
 
 WithNorms = TypeVar("WithNorms", LayerWeights, DecoderWeights)
 

@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from headway_kernels.gpu.attention.tiles import find_row
-from headway_kernels.gpu.attention.tuning import power_of_two
+from headway_kernels.gpu.attention.tuning import padded_rows
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
+from headway_kernels.gpu.rotary import load_rotation, rotated
 
 SPLIT_INPUTS = 1024
 """The inputs of weights are cut into splits of so many, which are added first to last."""
@@ -58,11 +59,6 @@ class IndexedStep:
             self.block_tables.stride(0),
         )
 
-    @property
-    def padded_rows(self) -> int:
-        """Rows that a kernel looks through."""
-        return max(128, power_of_two(len(self.rows)))
-
 
 @dataclass(frozen=True)
 class SeenTokens:
@@ -92,7 +88,7 @@ def count_seen(step: IndexedStep, seen: SeenTokens, num_chosen: int) -> None:
         num_tokens,
         num_rows,
         NUM_CHOSEN=num_chosen,
-        PADDED_ROWS=step.padded_rows,
+        PADDED_ROWS=padded_rows(len(step.rows)),
         **launch,
     )
     _cut_rows[(triton.cdiv(num_rows, CHOICE_TILE),)](
@@ -217,7 +213,7 @@ def score_keys(
         BLOCK_HEADS=max(_DOT_ROWS, triton.next_power_of_2(num_heads)),
         BLOCK_DIM=max(_DOT_ROWS, triton.next_power_of_2(head_dim)),
         NUM_CHOSEN=num_chosen,
-        PADDED_ROWS=step.padded_rows,
+        PADDED_ROWS=padded_rows(len(step.rows)),
         KEY_TILE=key_tile(queries.dtype),
         **pool_constants(pool_layer),
         num_warps=NUM_WARPS,
@@ -249,7 +245,7 @@ def choose_keys(
         first,
         scores.stride(0),
         NUM_CHOSEN=chosen.shape[1],
-        PADDED_ROWS=step.padded_rows,
+        PADDED_ROWS=padded_rows(len(step.rows)),
         BLOCK_SIZE=pool_layer.shape[2],
         VECTORS_PER_BLOCK=pool_layer.shape[1] * pool_layer.shape[2],
         TILE=CHOICE_TILE,
@@ -355,9 +351,7 @@ def _store_index(
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK_PAIRS)
     is_pair = pair < PAIRS
-    position = tl.load(positions + token).to(tl.int64)
-    cosine = tl.load(cosines + position * PAIRS + pair, mask=is_pair, other=0.0)
-    sine = tl.load(sines + position * PAIRS + pair, mask=is_pair, other=0.0)
+    _, cosine, sine = load_rotation(positions, cosines, sines, token, pair, PAIRS)
     dtype = queries.dtype.element_ty
 
     head = tl.arange(0, BLOCK_HEADS)
@@ -365,8 +359,9 @@ def _store_index(
     within = (head < NUM_HEADS)[:, None] & is_pair[None, :]
     first = tl.load(source, mask=within, other=0.0).to(tl.float32)
     second = tl.load(source + PAIRS, mask=within, other=0.0).to(tl.float32)
-    tl.store(source, (first * cosine[None, :] - second * sine[None, :]).to(dtype), mask=within)
-    tl.store(source + PAIRS, (first * sine[None, :] + second * cosine[None, :]).to(dtype), mask=within)
+    first, second = rotated(first, second, cosine[None, :], sine[None, :])
+    tl.store(source, first.to(dtype), mask=within)
+    tl.store(source + PAIRS, second.to(dtype), mask=within)
 
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
@@ -374,8 +369,9 @@ def _store_index(
         target = pool_layer + slot // BLOCK_SIZE * BLOCK_STRIDE + BEFORE_KEYS + slot % BLOCK_SIZE * WIDTH
         left = tl.load(key + pair, mask=is_pair, other=0.0).to(tl.float32)
         right = tl.load(key + PAIRS + pair, mask=is_pair, other=0.0).to(tl.float32)
-        tl.store(target + pair, (left * cosine - right * sine).to(dtype), mask=is_pair)
-        tl.store(target + PAIRS + pair, (left * sine + right * cosine).to(dtype), mask=is_pair)
+        left, right = rotated(left, right, cosine, sine)
+        tl.store(target + pair, left.to(dtype), mask=is_pair)
+        tl.store(target + PAIRS + pair, right.to(dtype), mask=is_pair)
         channel = tl.arange(0, BLOCK_DIM)
         behind = (channel >= 2 * PAIRS) & (channel < HEAD_DIM)
         tl.store(target + channel, tl.load(key + channel, mask=behind, other=0.0), mask=behind)
@@ -450,7 +446,7 @@ def _score_keys(
     BEFORE_KEYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program scores every so manieth key tile of a token."""
+    """The programs of a token score its key tiles in turn."""
     await_grid(PDL)
     token = first_token + tl.program_id(0)
     length = 0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
 from headway_kernels.gpu.float8 import code_of, exponent_of, magnitude_bits
+from headway_kernels.gpu.rotary import load_rotation, rotated
 from headway_kernels.kv_codes import is_coded
 
 NUMBERS_PER_PROGRAM = 1024
@@ -126,9 +127,7 @@ def store_latent_kernel(
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK_PAIRS)
     is_pair = pair < PAIRS
-    position = tl.load(positions + token).to(tl.int64)
-    cosine = tl.load(cosines + position * PAIRS + pair, mask=is_pair, other=0.0)
-    sine = tl.load(sines + position * PAIRS + pair, mask=is_pair, other=0.0)
+    position, cosine, sine = load_rotation(positions, cosines, sines, token, pair, PAIRS)
     part = tl.program_id(1)
     if part == 0:
         slot = tl.load(slots + token).to(tl.int64)
@@ -153,14 +152,9 @@ def store_latent_kernel(
             grown = tl.load(plain, mask=within, other=0.0).to(tl.float32) * factor
             tl.store(plain, grown.to(queries.dtype.element_ty), mask=within)
         target = wide + token * wide_stride + heads[:, None] * wide_head_stride + pair[None, :]
-        left, right = _rotated(first, second, cosine[None, :], sine[None, :])
+        left, right = rotated(first, second, cosine[None, :], sine[None, :])
         tl.store(target, left.to(wide.dtype.element_ty), mask=is_head & is_pair[None, :])
         tl.store(target + PAIRS, right.to(wide.dtype.element_ty), mask=is_head & is_pair[None, :])
-
-
-@triton.jit
-def _rotated(first, second, cosine, sine):
-    return first * cosine - second * sine, first * sine + second * cosine
 
 
 @triton.jit
@@ -189,7 +183,7 @@ def _store_row(
     latent = ((latent * inverse).to(dtype).to(tl.float32) * weight).to(dtype)
     first = tl.load(row + RANK + pair, mask=pair < PAIRS, other=0.0).to(tl.float32)
     second = tl.load(row + RANK + PAIRS + pair, mask=pair < PAIRS, other=0.0).to(tl.float32)
-    left, right = _rotated(first, second, cosine, sine)
+    left, right = rotated(first, second, cosine, sine)
     left, right = left.to(dtype), right.to(dtype)
     target = block + place * (2 * PAIRS + RANK)
     if CODED:

@@ -92,6 +92,21 @@ def rotate_and_store(
     )
 
 
+@triton.jit
+def rotated(first, second, cosine, sine):
+    """Both channels of pairs."""
+    return first * cosine - second * sine, first * sine + second * cosine
+
+
+@triton.jit
+def load_rotation(positions, cosines, sines, token, pairs, PAIRS: tl.constexpr):
+    """The position of a token, int64, and the cosines and sines of its ``pairs``."""
+    position = tl.load(positions + token).to(tl.int64)
+    cosine = tl.load(cosines + position * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)
+    sine = tl.load(sines + position * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)
+    return position, cosine, sine
+
+
 @triton.jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_and_store(
     qkv,
@@ -133,12 +148,11 @@ def _rotate_and_store(
     second = tl.load(source + PAIRS, mask=within, other=0.0).to(tl.float32)
 
     is_query, is_rotated = (heads < NUM_HEADS)[:, None], (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
-    position = tl.load(positions + token).to(tl.int64)
-    cosine = tl.load(cosines + position * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)[None, :]
-    sine = tl.load(sines + position * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)[None, :]
+    position, cosine, sine = load_rotation(positions, cosines, sines, token, pairs, PAIRS)
+    cosine, sine = cosine[None, :], sine[None, :]
     left, right = first, second
     if NORMS_ROTATED:
-        left, right = first * cosine - second * sine, first * sine + second * cosine
+        left, right = rotated(first, second, cosine, sine)
         left, right = left.to(dtype).to(tl.float32), right.to(dtype).to(tl.float32)
     if NORMALISE:
         left, right = _rms_normed(left, right, q_norm, k_norm, eps, pairs, is_query, is_rotated, dtype, PAIRS)
@@ -151,7 +165,7 @@ def _rotate_and_store(
         factor = tl.where(is_query, tl.load(query_factors + position), 1.0)
         left, right = left * factor, right * factor
     if not NORMS_ROTATED:
-        left, right = left * cosine - right * sine, left * sine + right * cosine
+        left, right = rotated(left, right, cosine, sine)
     # Values are chosen, not rotated by nothing: a zero sine times an infinity would not be zero.
     rotated_first = tl.where(is_rotated, left, first).to(dtype)
     rotated_second = tl.where(is_rotated, right, second).to(dtype)

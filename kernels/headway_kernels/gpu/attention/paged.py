@@ -29,6 +29,7 @@ from headway_kernels.gpu.attention.tuning import (
     AttentionTuning,
     KernelTuning,
     attention_tuning,
+    padded_rows,
     power_of_two,
     tile_sizes,
 )
@@ -128,7 +129,7 @@ def plan_attention(rows: AttentionRows, num_kv_heads: int, *, most_tokens: int |
         MOST_ITEMS=max(MOST_ITEMS // num_kv_heads, 1),
         MOST_TOKENS=most_tokens or _ANY_NUMBER,
         TOKENS_PER_TILE=rows.tokens_per_tile,
-        PADDED_ROWS=_padded_rows(num_rows),
+        PADDED_ROWS=padded_rows(num_rows),
         num_warps=4,
         **dependent_launch(rows.rows.device),
     )
@@ -182,7 +183,7 @@ def paged_attention(
         "PADDED_SHARED": max(_DOT_ROWS, power_of_two(num_shared)),
         "CODED": int(is_coded(pool_layer)),
         "HAS_E4M3": has_e4m3(pool_layer.device),
-        "PADDED_ROWS": _padded_rows(rows.rows.shape[0]),
+        "PADDED_ROWS": padded_rows(rows.rows.shape[0]),
         "HAS_WINDOW": window is not None,
         "HAS_SOFT_CAP": soft_cap is not None,
         "HAS_SINKS": sinks is not None,
@@ -300,10 +301,6 @@ def _attend_decodes(
         maxnreg=tuning.max_registers,
         **dependent_launch(query.device),
     )
-
-
-def _padded_rows(num_rows: int) -> int:
-    return max(128, power_of_two(num_rows))
 
 
 def _num_programs(device: torch.device, tuning: KernelTuning) -> int:

@@ -147,6 +147,11 @@ def latent_groups(num_heads: int, tuning: AttentionTuning) -> int:
     return next(groups for groups in range(1, num_heads + 1) if num_heads % groups == 0 and num_heads // groups <= most)
 
 
+def padded_rows(num_rows: int) -> int:
+    """Rows that a kernel looks through for one of so many."""
+    return max(128, power_of_two(num_rows))
+
+
 def power_of_two(number: int) -> int:
     """The least power of two that is at least ``number``."""
     return 1 << max(0, number - 1).bit_length()

@@ -94,8 +94,14 @@ class AttentionSpace:
     ) -> None:
         """Launch the plan of a step of ``num_rows``, in which chunks of more than ``most_tokens`` are a library's."""
         if self.index is not None:
-            sizes = {"groups": self.num_groups, "tokens_per_tile": self._tokens_per_tile}
-            self.index.begin(columns, block_tables, positions, num_rows, **sizes)
+            self.index.begin(
+                columns,
+                block_tables,
+                positions,
+                num_rows,
+                groups=self.num_groups,
+                tokens_per_tile=self._tokens_per_tile,
+            )
             return
         self.rows = AttentionRows(
             rows=columns.rows[:num_rows],

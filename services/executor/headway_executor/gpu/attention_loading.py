@@ -107,6 +107,7 @@ class AttentionLoader:
         product = self._parts.weights.product(compress, None)
         if width:
             product = self._parts.adapted(product, index, AdapterSite.LATENT_QUERY_IN, slice(width))
+        keys, values = latent.keys_and_values()
         cosines, sines = self._table(model.rotary(index), config.rotary_dim)
         assert place is not None
         assert self._latent_space is not None
@@ -120,8 +121,8 @@ class AttentionLoader:
             else self._expansion(query, index, AdapterSite.LATENT_QUERY),
             compress=self._parts.adapted(product, index, AdapterSite.LATENT_IN, slice(width, None)),
             row_norm=self._parts.weights.here(latent.row_norm()),
-            absorb=self._heads(index, latent.to_keys()[:, config.rotary_dim :].mT, AdapterSite.LATENT_KEYS),
-            expand=self._heads(index, latent.to_values(), AdapterSite.LATENT_VALUES),
+            absorb=self._heads(index, keys[:, config.rotary_dim :].mT, AdapterSite.LATENT_KEYS),
+            expand=self._heads(index, values, AdapterSite.LATENT_VALUES),
             gates=None if gates is None else self._latent_product(index, gates, AdapterSite.LATENT_GATES),
             index=self._key_index(index, latent),
             cosines=cosines,

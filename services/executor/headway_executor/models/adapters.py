@@ -251,10 +251,10 @@ class _Fusing:
             AdapterSite.LATENT_QUERY_IN: low_rank(QUERY_IN, LatentTensors.query_in),
             AdapterSite.LATENT_IN: low_rank(KEY_VALUE_IN, LatentTensors.key_value_in),
             AdapterSite.LATENT_KEYS: _turned(
-                low_rank(KEY_VALUE, lambda tensors: tensors.to_keys().flatten(0, 1)), heads
+                low_rank(KEY_VALUE, lambda tensors: tensors.keys_and_values()[0].flatten(0, 1)), heads
             ),
             AdapterSite.LATENT_VALUES: _of_heads(
-                low_rank(KEY_VALUE, lambda tensors: tensors.to_values().flatten(0, 1)), heads
+                low_rank(KEY_VALUE, lambda tensors: tensors.keys_and_values()[1].flatten(0, 1)), heads
             ),
             AdapterSite.LATENT_GATES: low_rank(config.gates, LatentTensors.gates),
         }

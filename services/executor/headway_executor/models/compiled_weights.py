@@ -252,14 +252,14 @@ class WeightLoader:
             assert query_expansion is not None
             queries = self._expansion(index, query_expansion)
             compress = torch.cat([query_in, compress])
-        gates = latent.gates()
+        gates, (keys, values) = latent.gates(), latent.keys_and_values()
         return PackedLatent(
             self._library,
             queries,
             self._linear(compress, None),
             _float32(latent.row_norm()),
-            [self._linear(of_head.t(), None) for of_head in latent.to_keys()],
-            [self._linear(of_head, None) for of_head in latent.to_values()],
+            [self._linear(of_head.t(), None) for of_head in keys],
+            [self._linear(of_head, None) for of_head in values],
             num_shared=latent.config.rotary_dim,
             norm_eps=LATENT_EPS,
             gates=None if gates is None else self._linear(gates, None),

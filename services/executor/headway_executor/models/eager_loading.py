@@ -280,19 +280,19 @@ class _Loader:
             queries = InTurn((compress, norm, expand))
             if config.index is not None and not self._config.layers[index].sees_as_before:
                 key_index = self._key_index(InTurn((compress, norm)), latent.index(), config.index.num_chosen)
-        num_heads = len(self._part.heads)
+        num_heads, (keys, values) = len(self._part.heads), latent.keys_and_values()
         qkv = LatentQkv(
             query=queries,
             compress=self._make.adapted(self._make.linear(latent.key_value_in()), place, AdapterSite.LATENT_IN),
             norm=RmsNorm(self._make.placed(latent.row_norm()), LATENT_EPS),
-            absorb=self._make.of_heads(latent.to_keys(), place, AdapterSite.LATENT_KEYS),
+            absorb=self._make.of_heads(keys, place, AdapterSite.LATENT_KEYS),
             rank=config.rank,
             num_heads=num_heads,
             gates=None
             if gates is None
             else self._make.adapted(self._make.linear(gates), place, AdapterSite.LATENT_GATES),
         )
-        expand = self._make.of_heads(latent.to_values().transpose(1, 2), place, AdapterSite.LATENT_VALUES)
+        expand = self._make.of_heads(values.transpose(1, 2), place, AdapterSite.LATENT_VALUES)
         return qkv, LatentValues(expand, config.rank, num_heads), key_index
 
     def _key_index(self, compress: Product, tensors: IndexTensors, num_chosen: int) -> KeyIndex:

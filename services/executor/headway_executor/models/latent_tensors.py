@@ -130,14 +130,14 @@ class LatentTensors:
         """Of what keys and values are made of: ``[rank]``."""
         return self._read(f"{_KEY_VALUE_NORM}.weight")
 
-    def to_keys(self) -> Tensor:
-        """From a compressed row to keys, ``[heads, key_dim, rank]``; the channels that they share are zeros."""
-        plain_dim, rotary_dim = self.config.plain_dim, self.config.rotary_dim
-        return functional.pad(self._keys_and_values()[:, :plain_dim], (0, 0, rotary_dim, 0))[:, self._order]
-
-    def to_values(self) -> Tensor:
-        """From there to values, ``[heads, value_dim, rank]``."""
-        return self._keys_and_values()[:, self.config.plain_dim :]
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """From a compressed row to keys, ``[heads, key_dim, rank]``, in which the channels that they share are zeros, and to
+        values, ``[heads, value_dim, rank]``.
+        """
+        plain_dim = self.config.plain_dim
+        by_head = self._of_heads(KEY_VALUE, plain_dim + self.config.value_dim)
+        keys = functional.pad(by_head[:, :plain_dim], (0, 0, self.config.rotary_dim, 0))[:, self._order]
+        return keys, by_head[:, plain_dim:]
 
     def output(self) -> Tensor:
         """``[own_hidden, all heads * value_dim]``."""
@@ -169,9 +169,6 @@ class LatentTensors:
 
     def _read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
         return self._read_named(self.config.prefix + name, rows, columns)
-
-    def _keys_and_values(self) -> Tensor:
-        return self._of_heads(KEY_VALUE, self.config.plain_dim + self.config.value_dim)
 
     def _of_heads(self, name: str, head_dim: int) -> Tensor:
         """``[heads, head_dim, inputs]``."""
