@@ -105,7 +105,7 @@ WORKS = {
     ),
     "latent": Work(
         ("latent.py", "--rows", "1,8", "--rounds", "2", "--json"),
-        rate_figures("latent attention", "latent", (1, 8)),
+        rate_figures("latent attention", "latent", (1, 8)) + rate_figures("whole keys", "plain", (1, 8)),
     ),
     "experts": Work(
         ("experts.py", "--rows", "1,8,32", "--rounds", "3", "--json"),

@@ -62,6 +62,7 @@ class Form:
 FORMS = {
     "float32": Form(WeightForm.FLOAT32, 4),
     "bfloat16": Form(WeightForm.BFLOAT16, 2),
+    "bfloat16-rounded": Form(WeightForm.PAIRS, 2),
     "int8": Form(WeightForm.INT8, 1),
     "int4": Form(WeightForm.FLOAT32, 9 / 16, rounded_to_4_bits),
     "int4-exact": Form(
@@ -80,7 +81,8 @@ FORMS = {
     "fp8": Form(WeightForm.FLOAT32, 33 / 32, drawn(CodeForm.FP8, 128)),
     "mxfp4": Form(WeightForm.FLOAT32, 5 / 8, drawn(CodeForm.TABLE4, 32)),
 }
-"""With "exact", and from w4a16 on, inputs stay float32: codes are widened, or inputs cut into digits."""
+"""With "exact", and from w4a16 on, inputs stay float32: codes are widened, or inputs cut into digits. With
+"bfloat16-rounded", inputs are rounded to bfloat16, too: not every processor has the instruction."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def packed(
 ) -> dict[str, list[PackedLinear]]:
     """Return the copies of one product in a form, by variant."""
     form, weight = FORMS[name], torch.randn(shape.outputs, shape.inputs) * 0.02
-    if form.kind is WeightForm.BFLOAT16:
+    if form.kind in (WeightForm.BFLOAT16, WeightForm.PAIRS):
         weight = weight.bfloat16().float()
     held = form.coded(weight) if form.coded else weight
     num_copies = max(1, int(bytes_of_weights / (weight.numel() * form.bytes)))

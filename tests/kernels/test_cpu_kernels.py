@@ -134,7 +134,7 @@ def expected_product(form, weight, bias, inputs, norm, gated):
 def skip_what_the_processor_lacks(library, form):
     """Without an instruction for pairs, narrow registers take two steps; wide ones are not asked."""
     if form is WeightForm.PAIRS and library.lanes == 16 and not library.multiplies_pairs:
-        pytest.skip("needs a processor that multiplies pairs of bfloat16s, and no matrix unit")
+        pytest.skip("needs a processor that multiplies pairs of bfloat16s")
 
 
 @pytest.mark.parametrize("form", WeightForm)
@@ -347,11 +347,18 @@ def family(request, tmp_path_factory):
     return directory
 
 
+def tolerance_of(family):
+    """Of the largest logit. In models with a delta rule, what a token reads of its state may be almost nothing, and is
+    normalised then: embeddings that differ by 2e-7 change what eager operators give by 1e-3."""
+    has_delta_rule = any(family.name.startswith(name) for name in ("qwen3_next", "qwen3_5"))
+    return 2e-3 if has_delta_rule else 2e-4
+
+
 def test_every_family_gives_what_eager_operators_give(family, library):
     longest = min(CONTEXT, read_model_config(family).context)
-    lengths = (1, 17, 64, longest)
+    options = {"lengths": (1, 17, 64, longest), "vocab_size": VOCAB_SIZE, "tolerance": tolerance_of(family)}
     for block_size in (1, 16):
-        assert_equals_eager(family, library, lengths=lengths, block_size=block_size, vocab_size=VOCAB_SIZE)
+        assert_equals_eager(family, library, block_size=block_size, **options)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 8, 16, 32])

@@ -35,8 +35,8 @@ from headway_kernels.cpu.structs import (
 
 _T = TypeVar("_T")
 
-_MOST_BEYOND = 32
-"""A register of biases may reach so far behind the last one: its lanes, at most 16, and the positions of a tile, at most 12,
+_MOST_BEYOND = 48
+"""A register of biases may reach so far behind the last one: its lanes, at most 16, and the positions of a tile, at most 32,
 whose first row reads as far as its last one sees.
 """
 

@@ -30,9 +30,6 @@ _FEATURES = {
 }
 """The processor features of each variant, in torch's names; the best variant first."""
 
-_PAIRS = ("avx512", "avx512_bf16")
-"""The variant with an instruction for pairs of bfloat16s, and the feature that not all of its processors have."""
-
 _DIGITS = 2 * hashlib.sha256().digest_size
 _NEED_PERMISSION = frozenset({"amx"})
 """Variants whose registers a process must ask the system for; virtual machines may refuse."""
@@ -84,8 +81,8 @@ class CpuLibrary:
         self.lanes = int(self.functions.headway_lanes())
         self.panel = 2 * self.lanes
         self.max_head_dim = int(self.functions.headway_max_head_dim())
-        self.multiplies_pairs = self.variant == _PAIRS[0] and bool(torch.cpu.get_capabilities().get(_PAIRS[1]))
-        """Whether it multiplies pairs of bfloat16s at once on this processor."""
+        self.multiplies_pairs = bool(self.functions.headway_multiplies_pairs())
+        """Whether it multiplies pairs of bfloat16s at once on this processor, since that is faster."""
         self.multiplies_digits = bool(self.functions.headway_multiplies_digits())
         """Whether it multiplies codes with inputs in digits: see ``BlockForm``."""
 
@@ -107,6 +104,7 @@ def _declared(functions: ctypes.CDLL) -> Any:
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "permitted": (ctypes.c_int, ()),
         "lanes": (integer, ()),
+        "multiplies_pairs": (ctypes.c_int, ()),
         "multiplies_digits": (ctypes.c_int, ()),
         "max_head_dim": (integer, ()),
         "block_floats": (integer, (pointer,)),

@@ -31,8 +31,8 @@ enum gate_kind { GATES_NONE = 0, GATES_SIGMOID = 1, GATES_SOFTPLUS = 2 };
 /* head_dim is a multiple of LANES, at most MAX_HEAD_DIM: the caller pads heads with zeros.
  *
  * `biases` [num_heads, bias_stride] or NULL are added to scaled scores. That of a key is at its position; or, if there
- * is a last_distance, at last_distance less its distance (Press et al. 2021, arXiv 2108.12409). LANES + TILE_ROWS more
- * of them are readable. */
+ * is a last_distance, at last_distance less its distance (Press et al. 2021, arXiv 2108.12409). LANES +
+ * MOST_ATTENDING more of them are readable. */
 typedef struct {
     int64_t gates; /* enum gate_kind */
     int64_t num_heads;
@@ -52,17 +52,25 @@ typedef struct {
 int64_t block_floats(const attention_shape *shape);
 static inline int64_t bytes_of_number(const attention_shape *shape) { return shape->form == KV_FLOAT32 ? 4 : 2; }
 
+/* Whether the matrix unit multiplies; and the rows, each of a token and a head, that one task takes at most. */
+#define MOST_ON_TILES (2 * TILE_SIDE)
+#define MOST_ATTENDING (HAS_TILES ? MOST_ON_TILES : TILE_ROWS)
+static inline int is_on_tiles(const attention_shape *shape) { return HAS_TILES && shape->form == KV_PAIRS; }
+
 /* How many parts a group of query heads has, and the heads of each but perhaps the last, which one task takes together:
  * parts are as equal as can be, because a task of few heads uses its registers badly. */
 static inline int64_t parts_per_head(const attention_shape *shape) {
-    return (shape->num_heads / shape->num_kv_heads + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t most = is_on_tiles(shape) ? TILE_SIDE : TILE_ROWS;
+    return (shape->num_heads / shape->num_kv_heads + most - 1) / most;
 }
 static inline int64_t heads_per_part(const attention_shape *shape) {
     const int64_t parts = parts_per_head(shape);
     return (shape->num_heads / shape->num_kv_heads + parts - 1) / parts;
 }
 /* Tokens of one row that one task takes together at most. */
-static inline int64_t tokens_per_tile(const attention_shape *shape) { return TILE_ROWS / heads_per_part(shape); }
+static inline int64_t tokens_per_tile(const attention_shape *shape) {
+    return (is_on_tiles(shape) ? MOST_ON_TILES : TILE_ROWS) / heads_per_part(shape);
+}
 
 /* Store key and value of one head (each head_dim floats) at `position` of the row with block table `table`. */
 void store_key_value(const attention_shape *shape, void *layer, const int32_t *table, int64_t position, int64_t head,

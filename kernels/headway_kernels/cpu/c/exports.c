@@ -6,6 +6,7 @@
 
 int headway_permitted(void) { return products_permitted(); }
 int64_t headway_lanes(void) { return LANES; }
+int headway_multiplies_pairs(void) { return multiplies_pairs(); }
 int headway_multiplies_digits(void) { return MULTIPLIES_DIGITS; }
 int64_t headway_max_head_dim(void) { return MAX_HEAD_DIM; }
 int64_t headway_block_floats(const decoder_shape *shape) {

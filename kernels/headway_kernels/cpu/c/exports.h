@@ -10,6 +10,7 @@
 /* Ask the system for the features that this library needs, before any other call; 0 if it refuses. */
 EXPORT int headway_permitted(void);
 EXPORT int64_t headway_lanes(void);
+EXPORT int headway_multiplies_pairs(void);
 EXPORT int headway_multiplies_digits(void);
 EXPORT int64_t headway_max_head_dim(void);
 EXPORT int64_t headway_block_floats(const decoder_shape *shape);

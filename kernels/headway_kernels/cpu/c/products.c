@@ -4,6 +4,19 @@
 #include "block_products.h"
 #include "whole_products.h"
 
+#if HAS_PAIR_PRODUCTS && !HAS_TILES
+#include <cpuid.h>
+#define HAS_PAIR_INSTRUCTION (1u << 5) /* in what leaf 7.1 says first */
+
+int multiplies_pairs(void) {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(0, &a, &b, &c, &d) || b == signature_INTEL_ebx) return 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & HAS_PAIR_INSTRUCTION) != 0;
+}
+#else
+int multiplies_pairs(void) { return HAS_TILES; }
+#endif
+
 int64_t packed_bytes(int64_t num_rows, int64_t inputs) { return packed_bytes_whole(num_rows, inputs, FORM_FLOAT32); }
 
 int64_t most_packed_bytes(int64_t num_rows, int64_t inputs) {

@@ -12,6 +12,10 @@
 #include "linear.h"
 #include "sums.h"
 
+/* Whether two products of bfloat16s at once are faster here than widened ones: on a matrix unit, and where the vector
+ * unit has the instruction. Intel's takes as long as four for float32s, and does the work of two. */
+int multiplies_pairs(void);
+
 /* Bytes that the tiles of `num_rows` rows need in float32. */
 int64_t packed_bytes(int64_t num_rows, int64_t inputs);
 

@@ -5,6 +5,7 @@
  * float32 (Henry, Tang & Heinecke 2019, arXiv 1904.06376). The three smallest, together below 2^-22 of the product, are
  * left out. This leaves six instructions on a unit that is sixteen times as fast as the vector unit. Weights are split
  * panel by panel, in the cache, so memory is read no more than without. 8-bit and bfloat16 weights need no split.
+ * Inputs that are rounded to bfloat16 are one part: one instruction in place of three.
  *
  * The order of the additions of an output depends only on the number of inputs, as everywhere in these kernels.
  *
@@ -14,19 +15,17 @@
 #define _GNU_SOURCE
 #include "adapters.h"
 #include "codes.h"
+#include "tile_registers.h"
 #include "whole_products.h"
 
 #if HAS_TILES
 
-#include <immintrin.h>
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-#define SIDE 16         /* rows of a tile, and columns of 4 bytes */
-#define TILE_BYTES 1024 /* of one tile: SIDE rows of a cache line */
-#define PARTS 3         /* bfloat16s whose sum is a float32 */
+#define PARTS 3 /* bfloat16s whose sum is a float32 */
 #define SPLIT_STEP (2 * PARTS * TILE_BYTES)
 #define SPLIT_STEPS 2         /* steps in memory: one in use, one in preparation */
 #define LINES_AHEAD 512       /* in the L2 cache */
@@ -45,27 +44,20 @@
 #define WEIGHTS_LOW 6
 #define WEIGHTS_HIGH 7
 
-typedef struct {
-    uint8_t palette;
-    uint8_t start_row;
-    uint8_t reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} tile_shapes;
-
 static void shape_tiles(int64_t rows) {
-    tile_shapes shapes = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
+    tile_shapes shapes = {.palette = TILE_PALETTE};
+    for (int i = 0; i < TILE_REGISTERS; i++) {
         shapes.row_bytes[i] = LINE;
-        shapes.rows[i] = (uint8_t)(i < WEIGHTS_LOW ? rows : SIDE);
+        shapes.rows[i] = (uint8_t)(i < WEIGHTS_LOW ? rows : TILE_SIDE);
     }
     _tile_loadconfig(&shapes);
 }
 
-static int64_t bytes_of_inputs(int64_t form) { return (form == FORM_INT8 ? 1 : PARTS) * TILE_BYTES; }
+/* The parts of an input. */
+static int64_t parts_of(int64_t form) { return form == FORM_INT8 || form == FORM_PAIRS ? 1 : PARTS; }
 
 static int64_t packed_tile_bytes(int64_t inputs, int64_t form) {
-    return steps_of(inputs, form) * bytes_of_inputs(form);
+    return steps_of(inputs, form) * parts_of(form) * TILE_BYTES;
 }
 
 int64_t packed_bytes_whole(int64_t num_rows, int64_t inputs, int64_t form) {
@@ -84,16 +76,16 @@ INLINE vec take_part(vec value, char *to) {
 }
 
 /* LANES inputs of row `place` of a packed tile, from input `k` on. */
-INLINE void pack_parts(char *tile, int64_t place, int64_t k, vec value) {
-    char *to = tile + k / (SIDE * PAIR) * PARTS * TILE_BYTES + place * LINE + k % (SIDE * PAIR) * 2;
-    for (int part = PARTS - 1; part >= 0; part--) value = take_part(value, to + part * TILE_BYTES);
+INLINE void pack_parts(const int parts, char *tile, int64_t place, int64_t k, vec value) {
+    char *to = tile + k / (TILE_SIDE * PAIR) * parts * TILE_BYTES + place * LINE + k % (TILE_SIDE * PAIR) * 2;
+    for (int part = parts - 1; part >= 0; part--) value = take_part(value, to + part * TILE_BYTES);
 }
 
-static void pack_float32_row(char *tile, int64_t place, const float *row, int64_t inputs, float factor,
-                             const float *weight) {
-    int64_t end = steps_of(inputs, FORM_FLOAT32) * SIDE * PAIR;
+INLINE void pack_float_row(const int parts, char *tile, int64_t place, const float *row, int64_t inputs, float factor,
+                           const float *weight) {
+    int64_t end = steps_of(inputs, FORM_FLOAT32) * TILE_SIDE * PAIR;
     for (int64_t k = 0; k < end; k += LANES) {
-        pack_parts(tile, place, k, normed_inputs(row, weight, k, inputs) * factor);
+        pack_parts(parts, tile, place, k, normed_inputs(row, weight, k, inputs) * factor);
     }
 }
 
@@ -106,10 +98,13 @@ void pack_tile_whole(const packed_inputs *to, int64_t form, int64_t tile, const 
         const float *row = from + row_taken(to, first + i) * stride;
         float factor = input_factor(to, first + i, row, norm);
         if (form == FORM_INT8) {
-            float scale = pack_int8_row((code *)start, SIDE, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
+            float scale =
+                pack_int8_row((code *)start, TILE_SIDE, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
             to->factors[first + i] = factor * scale;
+        } else if (form == FORM_PAIRS) {
+            pack_float_row(1, start, i, row, to->inputs, factor, norm.weight);
         } else {
-            pack_float32_row(start, i, row, to->inputs, factor, norm.weight);
+            pack_float_row(PARTS, start, i, row, to->inputs, factor, norm.weight);
         }
     }
 }
@@ -212,7 +207,7 @@ INLINE void add_products(const int both, const int form) {
 
 /* The float32 weights of one step; `widened` has room for them. */
 INLINE const float *weights_of_step(const factors *of, int64_t step, float *widened) {
-    const int64_t inputs = SIDE * PAIR;
+    const int64_t inputs = TILE_SIDE * PAIR;
     if (of->coded == NULL) return (const float *)of->weights + step * inputs * PANEL;
     widen(of->coded, of->weights, step * inputs, inputs, widened);
     return widened;
@@ -223,9 +218,9 @@ INLINE const float *weights_of_step(const factors *of, int64_t step, float *wide
  * tiles: writing and reading the parts in L2 takes longer than making them. */
 INLINE void sum_float32(const int both, const factors *of, fetching *ahead) {
     _Alignas(LINE) char split[SPLIT_STEPS * SPLIT_STEP];
-    _Alignas(LINE) float widened[SIDE * PAIR * PANEL];
+    _Alignas(LINE) float widened[TILE_SIDE * PAIR * PANEL];
     const float *weights = weights_of_step(of, 0, widened);
-    split_pairs(weights, split, 0, SIDE, ahead);
+    split_pairs(weights, split, 0, TILE_SIDE, ahead);
     for (int64_t step = 0; step < of->steps; step++) {
         const int64_t inputs = step * PARTS * TILE_BYTES;
         const char *tiles = split + step % SPLIT_STEPS * SPLIT_STEP;
@@ -250,28 +245,19 @@ INLINE void sum_float32(const int both, const factors *of, fetching *ahead) {
         if (more) split_pairs(weights, next_tiles, 12, 14, ahead);
         load_split_weights(tiles);
         add_products(both, FORM_FLOAT32);
-        if (more) split_pairs(weights, next_tiles, 14, SIDE, ahead);
+        if (more) split_pairs(weights, next_tiles, 14, TILE_SIDE, ahead);
     }
 }
 
-/* The same for weights whose second and third parts are zeros. */
-INLINE void sum_bfloat16(const int both, const factors *of, fetching *ahead) {
+/* The same for weights of one part, with inputs of so many. */
+INLINE void sum_unsplit(const int both, const int form, const int parts, const factors *of, fetching *ahead) {
     for (int64_t step = 0; step < of->steps; step++) {
         fetch_lines(ahead, ahead->lines);
         load_weights(of->weights + step * 2 * TILE_BYTES);
-        for (int64_t part = 0; part < PARTS; part++) {
-            load_inputs(both, of, (step * PARTS + part) * TILE_BYTES);
-            add_products(both, FORM_BFLOAT16);
+        for (int64_t part = 0; part < parts; part++) {
+            load_inputs(both, of, (step * parts + part) * TILE_BYTES);
+            add_products(both, form);
         }
-    }
-}
-
-INLINE void sum_int8(const int both, const factors *of, fetching *ahead) {
-    for (int64_t step = 0; step < of->steps; step++) {
-        fetch_lines(ahead, ahead->lines);
-        load_weights(of->weights + step * 2 * TILE_BYTES);
-        load_inputs(both, of, step * TILE_BYTES);
-        add_products(both, FORM_INT8);
     }
 }
 
@@ -286,8 +272,9 @@ INLINE void sum_tiles(const int both, int64_t form, const factors *of, tile_sums
     if (both) _tile_zero(MORE_SUMS_LOW);
     if (both) _tile_zero(MORE_SUMS_HIGH);
     switch (form) {
-    case FORM_INT8: sum_int8(both, of, ahead); break;
-    case FORM_BFLOAT16: sum_bfloat16(both, of, ahead); break;
+    case FORM_INT8: sum_unsplit(both, FORM_INT8, 1, of, ahead); break;
+    case FORM_PAIRS: sum_unsplit(both, FORM_PAIRS, 1, of, ahead); break;
+    case FORM_BFLOAT16: sum_unsplit(both, FORM_BFLOAT16, PARTS, of, ahead); break;
     default: sum_float32(both, of, ahead);
     }
     _tile_stored(SUMS_LOW, sums->tiles[0][0], LINE);
@@ -319,7 +306,7 @@ INLINE void finish_tile(const int form, const linear *with, const packed_inputs 
         if (from->added != NULL) add_low_rank(from->added, first + i, panel, &low, &high);
         if (epilogue == GATED_PACKED) {
             char *packed = (char *)out + tile * packed_tile_bytes(stride, FORM_FLOAT32);
-            pack_parts(packed, i, panel * LANES, silu(low) * high);
+            pack_parts(PARTS, packed, i, panel * LANES, silu(low) * high);
         } else {
             finish_row(epilogue, low, high, out + (first + i) * stride + column);
         }
@@ -335,7 +322,7 @@ static fetching what_to_fetch(const char *weights, const char *next, int64_t byt
     if (few && LINES_AHEAD * LINE < bytes)
         ahead = (fetching){.at = weights + LINES_AHEAD * LINE, .end = weights + bytes, .then = next};
     ahead.lines = few ? lines : (2 * lines + num_tiles - 1) / num_tiles;
-    ahead.lines_per_pair = (ahead.lines + SIDE - 1) / SIDE;
+    ahead.lines_per_pair = (ahead.lines + TILE_SIDE - 1) / TILE_SIDE;
     return ahead;
 }
 

@@ -28,6 +28,7 @@
 #else
 #define HAS_TILES 0
 #endif
+#define TILE_SIDE 16 /* rows of a tile register, and its columns of 4 bytes */
 
 /* An instruction for pairs of bfloat16s, which only some processors of this variant have. */
 #define HAS_PAIR_PRODUCTS (LANES == 16)
@@ -156,14 +157,41 @@ INLINE void transpose(ivec square[LANES]) {
     }
 }
 
+/* Lanes whose numbers differ in `bit` alone change places. */
+#define OF_FOUR(first, bit) (first) ^ (bit), ((first) + 1) ^ (bit), ((first) + 2) ^ (bit), ((first) + 3) ^ (bit)
+#if LANES == 16
+#define EXCHANGED(value, bit)                                                                                          \
+    __builtin_shufflevector(value, value, OF_FOUR(0, bit), OF_FOUR(4, bit), OF_FOUR(8, bit), OF_FOUR(12, bit))
+#elif LANES == 8
+#define EXCHANGED(value, bit) __builtin_shufflevector(value, value, OF_FOUR(0, bit), OF_FOUR(4, bit))
+#else
+#define EXCHANGED(value, bit) __builtin_shufflevector(value, value, OF_FOUR(0, bit))
+#endif
+
+/* All lanes, in pairs, and pairs of pairs: one after the other, each would wait for the one before. */
 INLINE float sum_of(vec value) {
-    float sum = 0.0f;
-    UNROLLED
-    for (int i = 0; i < LANES; i++) sum += value[i];
-    return sum;
+#if LANES == 16
+    value += EXCHANGED(value, 8);
+#endif
+#if LANES >= 8
+    value += EXCHANGED(value, 4);
+#endif
+    value += EXCHANGED(value, 2);
+    value += EXCHANGED(value, 1);
+    return value[0];
 }
 
-INLINE float largest_of(vec value) { return __builtin_reduce_max(value); }
+INLINE float largest_of(vec value) {
+#if LANES == 16
+    value = larger(value, EXCHANGED(value, 8));
+#endif
+#if LANES >= 8
+    value = larger(value, EXCHANGED(value, 4));
+#endif
+    value = larger(value, EXCHANGED(value, 2));
+    value = larger(value, EXCHANGED(value, 1));
+    return value[0];
+}
 
 /* e^x to about one unit in the last place, for x within 87.3; anything beyond.
  *
