@@ -72,7 +72,7 @@ ADD_PRODUCTS(add_products, ROWS, OTHERS)
 ADD_PRODUCTS(add_half_products, HALF_ROWS, HALF_OTHERS)
 
 INLINE void fetch(const char *from, int64_t lines, int64_t stride) {
-    for (int64_t line = 0; line < lines; line++) __builtin_prefetch(from + line * stride);
+    for (int64_t line = 0; line < lines; line++) __builtin_prefetch(from + line * stride, 0, 2);
 }
 
 /* Scores of `width` groups, each [rows][CHUNK] at its place in the chunk. `queries`: [rows][head_dim]. */
