@@ -44,28 +44,28 @@ typedef struct {
 
 /* Add the products of a step to the sums. The register that is multiplied last with the first rows is multiplied first
  * with the second, and need not be loaded again. */
-#define ADD_PRODUCTS(NAME, ROWS, OTHERS)                                                                               \
+#define ADD_PRODUCTS(NAME, QUERY_SIDE, OTHER_SIDE)                                                                     \
     INLINE void NAME(const int both, const int width, const factors *of) {                                             \
-        _tile_loadd(ROWS, of->rows, of->row_stride);                                                                   \
-        _tile_loadd(OTHERS, of->others[0], of->other_stride);                                                          \
-        _tile_dpbf16ps(0, ROWS, OTHERS);                                                                               \
+        _tile_loadd(QUERY_SIDE, of->rows, of->row_stride);                                                             \
+        _tile_loadd(OTHER_SIDE, of->others[0], of->other_stride);                                                      \
+        _tile_dpbf16ps(0, QUERY_SIDE, OTHER_SIDE);                                                                     \
         if (width > 1) {                                                                                               \
-            _tile_loadd(OTHERS, of->others[1], of->other_stride);                                                      \
-            _tile_dpbf16ps(1, ROWS, OTHERS);                                                                           \
+            _tile_loadd(OTHER_SIDE, of->others[1], of->other_stride);                                                  \
+            _tile_dpbf16ps(1, QUERY_SIDE, OTHER_SIDE);                                                                 \
         }                                                                                                              \
         if (width > 2) {                                                                                               \
-            _tile_loadd(OTHERS, of->others[2], of->other_stride);                                                      \
-            _tile_dpbf16ps(2, ROWS, OTHERS);                                                                           \
-            _tile_loadd(OTHERS, of->others[3], of->other_stride);                                                      \
-            _tile_dpbf16ps(3, ROWS, OTHERS);                                                                           \
+            _tile_loadd(OTHER_SIDE, of->others[2], of->other_stride);                                                  \
+            _tile_dpbf16ps(2, QUERY_SIDE, OTHER_SIDE);                                                                 \
+            _tile_loadd(OTHER_SIDE, of->others[3], of->other_stride);                                                  \
+            _tile_dpbf16ps(3, QUERY_SIDE, OTHER_SIDE);                                                                 \
         }                                                                                                              \
         if (!both) return;                                                                                             \
-        _tile_loadd(ROWS, of->more_rows, of->row_stride);                                                              \
+        _tile_loadd(QUERY_SIDE, of->more_rows, of->row_stride);                                                        \
         if (width > 1) {                                                                                               \
-            _tile_dpbf16ps(3, ROWS, OTHERS);                                                                           \
-            _tile_loadd(OTHERS, of->others[0], of->other_stride);                                                      \
+            _tile_dpbf16ps(3, QUERY_SIDE, OTHER_SIDE);                                                                 \
+            _tile_loadd(OTHER_SIDE, of->others[0], of->other_stride);                                                  \
         }                                                                                                              \
-        _tile_dpbf16ps(2, ROWS, OTHERS);                                                                               \
+        _tile_dpbf16ps(2, QUERY_SIDE, OTHER_SIDE);                                                                     \
     }
 
 ADD_PRODUCTS(add_products, ROWS, OTHERS)
