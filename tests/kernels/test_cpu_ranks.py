@@ -166,7 +166,7 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("form", ["float32", "int8", pytest.param("int4", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("model", SPARSE)
 def test_ranks_of_mixtures_and_latent_attention_give_the_bits_of_one_rank(library, tmp_path, model, form, degree):

@@ -181,5 +181,5 @@ class LatentTensors:
 
 def with_values_as_wide(config: LatentConfig, behind: Tensor, width: int) -> Tensor:
     """What reads the values of heads, ``[n, heads * value_dim]``, for heads of ``width`` columns; those behind values are zeros."""
-    values = behind.view(len(behind), -1, config.value_dim)
+    values = behind.unflatten(1, (-1, config.value_dim))  # A rank may have no rows of it.
     return functional.pad(values, (0, width - config.value_dim)).flatten(1)
