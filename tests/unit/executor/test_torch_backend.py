@@ -310,19 +310,33 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
         open_backend(tmp_path)
 
 
+def apart_from(expected, directory, **settings):
+    """Of each prompt's first token, how far its log probability is from the expected one, and that from the best."""
+    backend, info = open_backend(directory, **settings)
+    requests = [Request(prompt, 1, GREEDY_WITH_LOGPROBS) for prompt, _, _ in expected]
+    BackendDriver(backend, info).run(requests, budget=16)
+    found = []
+    for request, (_, _, logprobs) in zip(requests, expected, strict=True):
+        theirs = float(logprobs[0, request.output[0]])
+        found.append(max(abs(request.logprobs[0].logprob - theirs), float(logprobs[0].max()) - theirs))
+    return found
+
+
 @pytest.mark.parametrize(("family", "dtype"), cases([("bfloat16",), ("float16",)], []), indirect=["family"])
 def test_half_precision_is_close(family, dtype):
     directory, expected = family
-    backend, info = open_backend(directory, dtype=dtype)
-    requests = [Request(prompt, 1, GREEDY_WITH_LOGPROBS) for prompt, _, _ in expected]
-    BackendDriver(backend, info).run(requests, budget=16)
     tolerance = 0.5 if dtype == "bfloat16" else 0.06
-    if any(layer.feed_forward.experts for layer in read_model_config(directory).layers):
-        tolerance *= 2  # Rounding may choose another expert, in transformers too.
-    for request, (_, _, logprobs) in zip(requests, expected, strict=True):
-        (entry,) = request.logprobs
-        assert entry.logprob == pytest.approx(float(logprobs[0, request.output[0]]), abs=tolerance)
-        assert float(logprobs[0].max() - logprobs[0, request.output[0]]) < tolerance
+    has_experts = any(layer.feed_forward.experts for layer in read_model_config(directory).layers)
+    if has_experts:
+        tolerance *= 2
+    apart = apart_from(expected, directory, dtype=dtype)
+    if max(apart) < tolerance:
+        return
+    # Rounding may choose other experts. Then it does so with torch operators, too, and not for each prompt.
+    assert has_experts
+    assert min(apart) < tolerance
+    on_operators = apart_from(expected, directory, dtype=dtype, options={"kernels": "eager"})
+    assert all(one < tolerance or other > tolerance for one, other in zip(apart, on_operators, strict=True))
 
 
 @pytest.fixture(scope="module")
