@@ -181,5 +181,6 @@ class LatentTensors:
 
 def with_values_as_wide(config: LatentConfig, behind: Tensor, width: int) -> Tensor:
     """What reads the values of heads, ``[n, heads * value_dim]``, for heads of ``width`` columns; those behind values are zeros."""
-    values = behind.unflatten(1, (-1, config.value_dim))  # A rank may have no rows of it.
+    num_heads = behind.shape[1] // config.value_dim  # Not -1: a rank may have no rows.
+    values = behind.view(len(behind), num_heads, config.value_dim)
     return functional.pad(values, (0, width - config.value_dim)).flatten(1)
