@@ -69,21 +69,23 @@ static inline int64_t start_group(const tile *of) {
     return first_seen / of->shape->block_size * groups_per_block(of->shape) / CHUNK_GROUPS * CHUNK_GROUPS;
 }
 
-/* The groups that a tile sees. They are computed once, because that takes divisions. */
+/* The groups that a tile sees; none without a tile. They are computed once, because that takes divisions. */
 typedef struct {
     const tile *by;
     int64_t start;
     int64_t end;
 } seen_groups;
 
-static inline seen_groups groups_seen(const tile *by) { return (seen_groups){by, start_group(by), end_group(by)}; }
+static inline seen_groups groups_seen(const tile *by) {
+    return by == NULL ? (seen_groups){0} : (seen_groups){by, start_group(by), end_group(by)};
+}
 
 /* The group that is fetched into the cache while group `index` is worked on: the one CHUNK_GROUPS later, or one of
  * the next tile, or the group itself if there is no other. */
 static inline group group_ahead(const seen_groups *of, const seen_groups *next, int64_t index) {
     int64_t ahead = index + CHUNK_GROUPS;
     if (ahead < of->end) return group_at(of->by, ahead);
-    if (next == NULL || ahead - of->end + next->start >= next->end) return group_at(of->by, index);
+    if (ahead - of->end + next->start >= next->end) return group_at(of->by, index);
     return group_at(next->by, ahead - of->end + next->start);
 }
 
@@ -96,12 +98,16 @@ static inline void find_groups(const seen_groups *own, const seen_groups *follow
     }
 }
 
+/* How many positions of a group are before `end`. */
+static inline int64_t positions_before(const group *at, int64_t end) {
+    const int64_t left = end - at->first_position;
+    return left < at->num_positions ? left : at->num_positions;
+}
+
 /* Which of a group's positions the token at `position` sees. */
 static inline ivec visible(const tile *of, const group *at, int64_t position) {
     ivec lanes = lane_numbers();
-    int64_t end = position + 1 - at->first_position;
-    if (end > at->num_positions) end = at->num_positions;
-    ivec mask = lanes < (int32_t)end;
+    ivec mask = lanes < (int32_t)positions_before(at, position + 1);
     if (of->window > 0) {
         int64_t hidden = position + 1 - of->window - at->first_position;
         mask &= lanes >= (int32_t)(hidden < 0 ? 0 : hidden > LANES ? LANES : hidden);
@@ -123,8 +129,7 @@ static inline const float *biases_of(const tile *of, int64_t row) {
 /* Whether the token at `position` sees all positions of a group, as most groups of a long row. */
 static inline int sees_all(const tile *of, const group *at, int64_t position) {
     const int64_t hidden = position + 1 - of->window;
-    return at->num_positions == LANES && at->first_position + LANES <= position + 1 &&
-           (of->window == 0 || at->first_position >= hidden);
+    return positions_before(at, position + 1) == LANES && (of->window == 0 || at->first_position >= hidden);
 }
 
 /* What a tile has attended so far: for each row sums of weighted values [head_dim], the sum of its weights, and its
@@ -135,7 +140,8 @@ typedef struct {
     float *largest;
 } attended_rows;
 
-static inline void start_rows(const attended_rows *to, int64_t rows) {
+static inline void start_rows(const attended_rows *to, int64_t rows, int64_t head_dim) {
+    memset(to->values, 0, (size_t)(rows * head_dim) * sizeof *to->values);
     for (int64_t i = 0; i < rows; i++) {
         to->largest[i] = NOTHING_YET;
         to->totals[i] = 0.0f;

@@ -85,22 +85,17 @@ INLINE ivec fours(int32_t a, int32_t b, int32_t c, int32_t d) {
     return (ivec){a, b, c, d, a, b, c, d, a, b, c, d, a, b, c, d};
 }
 
-#define HALVES 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7 /* change places */
-#define FOURS 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11
-#define TWOS 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13
-#define ONES 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14
-
 INLINE ivec largest_everywhere(ivec of) {
-    of = __builtin_elementwise_max(of, __builtin_shufflevector(of, of, HALVES));
-    of = __builtin_elementwise_max(of, __builtin_shufflevector(of, of, FOURS));
-    of = __builtin_elementwise_max(of, __builtin_shufflevector(of, of, TWOS));
-    return __builtin_elementwise_max(of, __builtin_shufflevector(of, of, ONES));
+    of = __builtin_elementwise_max(of, EXCHANGED(of, 8));
+    of = __builtin_elementwise_max(of, EXCHANGED(of, 4));
+    of = __builtin_elementwise_max(of, EXCHANGED(of, 2));
+    return __builtin_elementwise_max(of, EXCHANGED(of, 1));
 }
 
 /* The sums of each fourth lane, everywhere. */
 INLINE ivec sums_of_fours(ivec of) {
-    of += __builtin_shufflevector(of, of, HALVES);
-    return of + __builtin_shufflevector(of, of, FOURS);
+    of += EXCHANGED(of, 8);
+    return of + EXCHANGED(of, 4);
 }
 
 /* Integers of at most MOST_OF_DIGITS as `quad_of_digits`, without their numbers. */

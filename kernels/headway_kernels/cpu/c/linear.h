@@ -15,9 +15,8 @@
 #include "code_table.h"
 
 #define PANEL (2 * LANES)
-#define LINE 64 /* bytes of a cache line */
-#define QUAD 4  /* inputs that one 8-bit instruction takes */
-#define PAIR 2  /* bfloat16 weights of an output that a panel holds side by side (8-bit weights: QUAD of them) */
+#define QUAD 4 /* inputs that one 8-bit instruction takes */
+#define PAIR 2 /* bfloat16 weights of an output that a panel holds side by side (8-bit weights: QUAD of them) */
 
 /* The forms of weights. BFLOAT16 is for float32 weights that bfloat16 holds exactly, as in many checkpoints: half
  * the memory to read, and the same result to the last bit. PAIRS are the same weights, for inputs that are rounded to

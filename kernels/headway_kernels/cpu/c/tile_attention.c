@@ -2,7 +2,8 @@
  *
  * A group of keys lies in memory as a tile register wants it: a row is a pair of components of TILE_SIDE positions. So
  * does a group of values, whose rows are pairs of positions. Queries and weights are the other factor, a row of each
- * register a query row; there are one or two such registers of rows, so that whatever is loaded is multiplied twice.
+ * register a query row. Of more than TILE_SIDE rows there are two such registers, so that what is loaded is multiplied
+ * twice.
  *
  * Pairs of components are multiplied sixteen at a time, and the last eight of a head by themselves, as are the eight
  * pairs of positions of a group. A row's result does not depend on how many rows a register has.
@@ -13,12 +14,11 @@
 
 #if HAS_TILES
 
-#define LINE 64
 #define HALF (TILE_SIDE / 2) /* pairs of a half step */
 #define STEP (2 * TILE_SIDE) /* components of a whole one */
 
-/* Tile registers. Sums: of two registers of rows with two others, or of one with four. A whole step has sixteen pairs,
- * a half step eight. */
+/* Tile registers. 0 to 3 hold sums: of two registers of rows with two others, or of one with four. A whole step has
+ * sixteen pairs, a half step eight. */
 #define ROWS 4
 #define OTHERS 5
 #define HALF_ROWS 6
@@ -135,7 +135,7 @@ INLINE void add_values(const int both, const int width, int64_t rows, const grou
 /* Positions from `end` on may hold a NaN of an earlier owner, and those behind a block's last one are no positions. A
  * weight of zero would not hide it, so values of such a group are copied to `whole`, with zeros there. */
 static void hide_what_is_not_seen(group *of, int64_t end, int64_t head_dim, int32_t *whole) {
-    const int64_t left = end - of->first_position, count = left < of->num_positions ? left : of->num_positions;
+    const int64_t count = positions_before(of, end);
     if (count == LANES) return;
     memset(whole, 0, (size_t)(HALF * head_dim) * sizeof *whole);
     memcpy(whole, of->values, (size_t)(count / 2 * head_dim) * sizeof *whole);
@@ -148,14 +148,14 @@ INLINE void attend_chunks(const int both, int64_t rows, const tile *of, const ti
                           const uint16_t *queries, const attended_rows *to) {
     const int width = both ? 2 : 4;
     const int64_t head_dim = of->shape->head_dim, end = last_position(of) + 1;
-    const seen_groups own = groups_seen(of), following = next == NULL ? own : groups_seen(next);
+    const seen_groups own = groups_seen(of), following = groups_seen(next);
     float decays[MOST_ON_TILES];
     _Alignas(LINE) float scores[MOST_ON_TILES * CHUNK];
     _Alignas(LINE) int32_t whole[CHUNK_GROUPS][HALF * MAX_HEAD_DIM];
     for (int64_t g = own.start; g < own.end; g += CHUNK_GROUPS) {
         const int64_t num_groups = own.end - g < CHUNK_GROUPS ? own.end - g : CHUNK_GROUPS;
         group groups[CHUNK_GROUPS], ahead[CHUNK_GROUPS];
-        find_groups(&own, next == NULL ? NULL : &following, g, num_groups, groups, ahead);
+        find_groups(&own, &following, g, num_groups, groups, ahead);
         for (int64_t i = 0; i < num_groups; i += width)
             score(both, width, rows, queries, groups + i, ahead + i, head_dim, scores + i * LANES);
         soften_rows(KV_PAIRS, of, groups, num_groups, num_rows, scores, to, decays);
@@ -182,8 +182,7 @@ void attend_on_tiles(const tile *of, const tile *next, int64_t num_rows, const f
         for (int64_t d = 0; d < head_dim; d += LANES)
             *(half_ivec *)(queries + i * head_dim + d) = as_pairs(load(row + d) * of->shape->scale);
     }
-    memset(to->values, 0, (size_t)((1 + both) * rows * head_dim) * sizeof *to->values);
-    start_rows(to, num_rows);
+    start_rows(to, (1 + both) * rows, head_dim);
     shape_registers(rows);
     if (both)
         attend_chunks(1, rows, of, next, num_rows, queries, to);

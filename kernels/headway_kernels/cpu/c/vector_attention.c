@@ -113,8 +113,7 @@ INLINE void add_values(const int form, const int rows, const int width, const gr
     }
     for (int64_t g = 0; g < num_groups; g++) {
         /* Positions from `end` on may hold a NaN of an earlier owner. A weight of zero would not hide it. */
-        const int64_t left = end - groups[g].first_position;
-        const int64_t count = left < groups[g].num_positions ? left : groups[g].num_positions;
+        const int64_t count = positions_before(&groups[g], end);
         for (int64_t p = 0; p < count; p += step) {
             UNROLLED
             for (int j = 0; j < width; j++) {
@@ -131,20 +130,20 @@ INLINE void add_values(const int form, const int rows, const int width, const gr
     }
 }
 
-/* Queries are packed; `to` holds zeros. */
+/* Queries are packed. */
 INLINE void attend_packed(const int form, const int rows, const tile *of, const tile *next, const float *queries,
                           const attended_rows *to) {
     /* With few rows, more registers at once: an addition takes several cycles, in which others can begin. */
     const int width = 2 * rows <= TILE_ROWS ? 4 : 2;
     const int64_t head_dim = of->shape->head_dim, end = last_position(of) + 1;
-    const seen_groups own = groups_seen(of), following = next == NULL ? own : groups_seen(next);
+    const seen_groups own = groups_seen(of), following = groups_seen(next);
     float decays[TILE_ROWS];
     _Alignas(64) float scores[TILE_ROWS * CHUNK];
-    start_rows(to, rows);
+    start_rows(to, rows, head_dim);
     for (int64_t g = own.start; g < own.end; g += CHUNK_GROUPS) {
         int64_t num_groups = own.end - g < CHUNK_GROUPS ? own.end - g : CHUNK_GROUPS;
         group groups[CHUNK_GROUPS], ahead[CHUNK_GROUPS];
-        find_groups(&own, next == NULL ? NULL : &following, g, num_groups, groups, ahead);
+        find_groups(&own, &following, g, num_groups, groups, ahead);
         for (int64_t i = 0; i < num_groups; i += width) {
             score(form, rows, width, queries, groups + i, ahead + i, head_dim, scores + i * LANES);
         }
@@ -167,7 +166,6 @@ INLINE void attend_in_form(const int form, const int rows, const tile *of, const
         const float *row = query_rows + i / of->heads * query_stride + i % of->heads * head_dim;
         pack_query(form, rows, i, row, of->shape->scale, head_dim, queries);
     }
-    memset(to->values, 0, (size_t)(rows * head_dim) * sizeof *to->values);
     attend_packed(form, rows, of, next, queries, to);
 }
 

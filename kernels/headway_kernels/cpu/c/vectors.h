@@ -1,6 +1,6 @@
 /* Vectors of float32 as wide as one register of the instruction set that this file is compiled for.
  *
- * Owns: the width, loads and stores, reductions, the exponential function, and activations.
+ * Owns: the width, the cache line, loads and stores, reductions, the exponential function, and activations.
  * Must not know: what is computed with them.
  */
 #ifndef HEADWAY_VECTORS_H
@@ -21,6 +21,8 @@
 #define LANES 4
 #define TILE_ROWS 8
 #endif
+
+#define LINE 64 /* bytes of a cache line */
 
 /* A matrix unit for products of bfloat16s and of bytes, with tile registers. */
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
