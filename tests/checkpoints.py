@@ -822,8 +822,8 @@ ON_OPERATORS = tuple(_ON_OPERATORS)
 """Others, which have what the kernels lack."""
 WITHOUT_ROPE = tuple(_WITHOUT_ROPE)
 """Of these, those whose file says nothing about one."""
-STATES = tuple(_STATES)
-"""Of these, those with a state in some layers."""
+STATES = (*_STATES, "nemotron_h-latent")
+"""Of all, those with a state in some layers."""
 FURTHER = tuple(_FURTHER)
 """Of these, those that put parts together which others have, too. Tests with many settings take some for them."""
 

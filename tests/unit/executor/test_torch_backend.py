@@ -139,7 +139,7 @@ def cases(settings, enough):
 def test_greedy_tokens_and_logprobs_equal_transformers(family, block_size, budget, kernels, request):
     directory, expected = family
     # The two ways of transformers through a state, token by token and in parts, differ by up to 4e-4.
-    near = 1e-3 if request.node.callspec.params["family"] in (*STATES, "nemotron_h-latent") else 1e-4
+    near = 1e-3 if request.node.callspec.params["family"] in STATES else 1e-4
     backend, info = open_backend(directory, block_size=block_size, options={"kernels": kernels})
     requests = [Request(prompt, NUM_OUTPUT, GREEDY_WITH_LOGPROBS) for prompt, _, _ in expected]
     BackendDriver(backend, info, seed=budget).run(requests, budget=budget)
