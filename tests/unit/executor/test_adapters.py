@@ -214,6 +214,30 @@ def test_every_variant_of_the_kernels_has_them(adapted_model, family, name, vari
 
 
 @pytest.mark.parametrize(
+    "variant", [path for path in installed_variants() if runs_here(path)], ids=lambda path: path.stem
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_with_adapters_leave_nothing_behind(tmp_path, variant, dtype, monkeypatch):
+    """Activations of other steps lie where those of 48 columns end: a matrix unit reads 64."""
+    torch.manual_seed(0)
+    config = {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=256, **config))
+    model.save_pretrained(tmp_path / "model")
+    adapter = write_adapter(tmp_path / "adapter", model, seed=0)
+    monkeypatch.setattr(compiled, "load_library", lambda: CpuLibrary(variant))
+    settings = {"options": {"kernels": "compiled"}, "dtype": dtype, "adapters": {"some": str(adapter)}}
+    backend, info = open_backend(tmp_path / "model", **settings)
+    long_prompts = [[(7 * i * i + 13 * number) % VOCAB_SIZE for i in range(60)] for number in range(8)]
+    runs = []
+    for name in ("", "some", ""):
+        requests = [Request(prompt, NUM_OUTPUT, adapter=identities(info)[name]) for prompt in long_prompts]
+        BackendDriver(backend, info).run(requests, budget=512)
+        runs.append([request.output for request in requests])
+    backend.close()
+    assert runs[0] == runs[2] != runs[1]
+
+
+@pytest.mark.parametrize(
     ("family", "form"),
     [
         *itertools.product(("llama-bias", "qwen2_moe"), ("compiled", "eager", "fast")),

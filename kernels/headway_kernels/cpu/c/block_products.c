@@ -357,7 +357,7 @@ static void finish_rows(const linear *with, const packed_inputs *from, int64_t p
 
 void multiply_in_blocks(const linear *with, const packed_inputs *from, int64_t panel, const char *next,
                         int64_t first_tile, int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
-    assert(end_tile - first_tile <= MOST_TILES && epilogue != GATED_PACKED);
+    assert(end_tile - first_tile <= MOST_TILES && !is_packed(epilogue));
     const int64_t num_blocks = blocks_in(with), first_row = tile_start(first_tile, from->num_tiles, from->num_rows);
     const int64_t end_row = tile_start(end_tile, from->num_tiles, from->num_rows);
     int64_t num_parts = 0;

@@ -198,11 +198,12 @@ static void run_feed_forward(member *self, pass *now, int64_t num_tokens, const 
     const rms_norm no_norm = {0};
     const int activates = layer->activation == SILU && layer->is_gated;
     const rms_norm inner = {layer->down_norm, of->shape.norm_eps};
-    const int packs = activates && packs_for(layer->gate_up, layer->down) && inner.weight == NULL &&
-                      now->step->shared == NULL && now->step->adapters == NULL;
+    const int may_pack = inner.weight == NULL && now->step->shared == NULL && now->step->adapters == NULL;
+    const enum epilogue gated = may_pack ? gated_before(layer->down, layer->gate_up) : GATED;
+    const enum epilogue epilogue = activates ? gated : STORE;
+    const int packs = is_packed(epilogue);
     float *out = activates ? of->rows.activations + of->shape.activation_start : space->gate_up;
     const int64_t stride = packs ? layer->down->inputs : activates ? of->strides.activations : of->strides.gate_up;
-    const enum epilogue epilogue = packs ? GATED_PACKED : activates ? GATED : STORE;
     product up = of->shape.is_parallel
                      ? product_of(&space->products, layer->gate_up, num_tokens, space->normed, of->strides.hidden,
                                   no_norm, epilogue, out, stride)

@@ -196,11 +196,12 @@ static float *activations_of(const expert_pass *now, int64_t pair) {
 }
 
 /* Experts may be stored in different ways. */
-static int packs_for_all(const expert_layer *layer) {
-    for (int64_t i = 0; i < experts_of(layer); i++) {
-        if (!packs_for(layer->gate_up[i], layer->down[i])) return 0;
+static enum epilogue gated_in_all(const expert_layer *layer) {
+    const enum epilogue first = gated_before(layer->down[0], layer->gate_up[0]);
+    for (int64_t i = 1; i < experts_of(layer); i++) {
+        if (gated_before(layer->down[i], layer->gate_up[i]) != first) return GATED;
     }
-    return 1;
+    return first;
 }
 
 /* Both products of every expert that has tokens. The inputs of the second are packed at once, unless they must be
@@ -211,14 +212,16 @@ static void sort_task(void *work, int64_t task) {
     const expert_layer *layer = now->layer;
     expert_space *space = now->space;
     const int activates = in_products(layer);
-    const int packs =
-        activates && packs_for_all(layer) && now->part->pairs == NULL && now->part->adapters.by_token == NULL;
+    const int may_pack = now->part->pairs == NULL && now->part->adapters.by_token == NULL;
+    const enum epilogue gated = may_pack ? gated_in_all(layer) : GATED;
+    const enum epilogue epilogue = activates ? gated : STORE;
+    const int packs = is_packed(epilogue);
     const int64_t num_experts = experts_of(layer), widest = widest_inner(layer);
     int64_t counts[MOST_EXPERTS + 1] = {0};
     place_pairs(now, counts);
     grouped_product *first_products = &now->products->gate_up, *last_products = &now->products->down;
     product_group *groups = now->products->groups;
-    *first_products = no_groups(now, groups, now->norm, now->stride, packs ? GATED_PACKED : activates ? GATED : STORE);
+    *first_products = no_groups(now, groups, now->norm, now->stride, epilogue);
     *last_products = no_groups(now, groups + num_experts, (rms_norm){0}, widest, STORE);
     char *tiles = space->inputs.tiles, *packed = (char *)space->activations;
     for (int64_t i = 0, first = 0; i < num_experts; first += counts[i++]) {

@@ -40,15 +40,16 @@ static inline int64_t tiles_per_block(const linear *with, int64_t num_tiles) {
 }
 
 /* Multiply tiles [first_tile, end_tile), at most tiles_at_once, with panel `panel`; `out` rows are `stride` apart,
- * whole panels wide (for GATED_PACKED, `stride` is the number of columns). Meanwhile the panel at `next` is fetched
+ * whole panels wide (for packed ones, `stride` is the number of columns). Meanwhile the panel at `next` is fetched
  * into the cache: products of few rows wait for memory. */
 void multiply(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
               int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride);
 
-/* Whether a gated product can pack its results as the inputs of the next: not if one of both rounds its inputs, as that
- * takes more of a row than a panel gives. */
-static inline int packs_for(const linear *gated, const linear *next) {
-    return next->form != FORM_INT8 && next->form != FORM_PAIRS && !is_in_blocks(next) && !is_in_blocks(gated);
+/* How a gated product leaves its results to the next: packed as its inputs, but not if one of both rounds inputs to
+ * integers, as that takes more of a row than a panel gives. */
+static inline enum epilogue gated_before(const linear *next, const linear *gated) {
+    if (next->form == FORM_INT8 || is_in_blocks(next) || is_in_blocks(gated)) return GATED;
+    return next->form == FORM_PAIRS ? GATED_PAIRS : GATED_PACKED;
 }
 
 #endif

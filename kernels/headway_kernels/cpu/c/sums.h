@@ -9,9 +9,11 @@
 #include "vectors.h"
 
 /* STORE: out = sums. ADD: out += sums. GATED: out = silu(first half of a panel) * second half,
- * for weights packed with `gated`; out has LANES columns per panel. GATED_PACKED: the same, packed as inputs of as
- * many rows and columns for a next product: see `packs_for`. */
-enum epilogue { STORE, ADD, GATED, GATED_PACKED };
+ * for weights packed with `gated`; out has LANES columns per panel. GATED_PACKED and GATED_PAIRS: the same, packed as
+ * inputs of as many rows and columns for a next product, of PAIRS or of what is not rounded: see `gated_before`. */
+enum epilogue { STORE, ADD, GATED, GATED_PACKED, GATED_PAIRS };
+
+static inline int is_packed(enum epilogue epilogue) { return epilogue == GATED_PACKED || epilogue == GATED_PAIRS; }
 
 INLINE void finish_row(enum epilogue epilogue, vec low, vec high, float *out) {
     switch (epilogue) {
@@ -25,6 +27,7 @@ INLINE void finish_row(enum epilogue epilogue, vec low, vec high, float *out) {
         break;
     case GATED:
     case GATED_PACKED: store(out, silu(low) * high); break;
+    case GATED_PAIRS: *(half_ivec *)out = as_pairs(silu(low) * high); break;
     }
 }
 

@@ -163,6 +163,83 @@ INLINE void split_pairs(const float *weights, char *tiles, const int begin, cons
     }
 }
 
+/* ---- results ---- */
+
+/* The sums of two tiles of rows, one behind the other, with both halves of a panel. */
+typedef struct {
+    _Alignas(LINE) char halves[2][2 * TILE_BYTES];
+} tile_sums;
+
+/* Rows [first, end) of all, whose sums are complete, those of tile `tile` and, from `middle` on, of the next. The
+ * vector unit makes outputs of some of them, from `row` on, with each step of the next sums: it would be idle. */
+typedef struct {
+    const linear *with;
+    const packed_inputs *from;
+    const tile_sums *sums;
+    int64_t panel;
+    int64_t tile;
+    int64_t first;
+    int64_t middle;
+    int64_t end;
+    int64_t row;
+    int64_t rows_per_step;
+    enum epilogue epilogue;
+    float *out;
+    int64_t stride;
+} finishing;
+
+/* LANES outputs of row `row` of all: its sums, scaled if they are of 8-bit codes, and biased. */
+INLINE vec output_of(const int form, const packed_inputs *from, int64_t row, const char *sums, vec scale, vec bias) {
+    if (form != FORM_INT8) return load((const float *)sums) + bias;
+    vec sum = __builtin_convertvector(*(const unaligned_ivec *)sums - from->offsets[row], vec);
+    return sum * (scale * from->factors[row]) + bias;
+}
+
+/* Outputs of a gated product as inputs of the next product; behind the last ones the rest of the step is zeros. */
+INLINE void pack_gated(const int parts, const finishing *of, int64_t row, vec output) {
+    const int is_second = row >= of->middle;
+    const int64_t form = parts == 1 ? FORM_PAIRS : FORM_FLOAT32, place = row - (is_second ? of->middle : of->first);
+    char *packed = (char *)of->out + (of->tile + is_second) * packed_tile_bytes(of->stride, form);
+    pack_parts(parts, packed, place, of->panel * LANES, output);
+    const int64_t end = (of->panel + 1) * LANES;
+    if (of->panel + 1 == of->with->num_panels && end % inputs_per_step(form) != 0)
+        pack_parts(parts, packed, place, end, (vec){0});
+}
+
+INLINE void finish_rows_of(const int form, const finishing *of, int64_t end) {
+    const linear *with = of->with;
+    const packed_inputs *from = of->from;
+    const int64_t panel = of->panel, column = panel * (of->epilogue == GATED ? LANES : PANEL);
+    const vec low_bias = load(with->bias + panel * PANEL), high_bias = load(with->bias + panel * PANEL + LANES);
+    const vec low_scale = load(with->scales + panel * PANEL), high_scale = load(with->scales + panel * PANEL + LANES);
+    for (int64_t row = of->row; row < end; row++) {
+        const int64_t at = (row - of->first) * LINE;
+        vec low = output_of(form, from, row, of->sums->halves[0] + at, low_scale, low_bias);
+        vec high = output_of(form, from, row, of->sums->halves[1] + at, high_scale, high_bias);
+        if (from->added != NULL) add_low_rank(from->added, row, panel, &low, &high);
+        if (of->epilogue == GATED_PACKED)
+            pack_gated(PARTS, of, row, silu(low) * high);
+        else if (of->epilogue == GATED_PAIRS)
+            pack_gated(1, of, row, silu(low) * high);
+        else
+            finish_row(of->epilogue, low, high, of->out + row * of->stride + column);
+    }
+}
+
+/* Apart, since several loops come here. */
+static APART void finish_rows(finishing *of, int64_t count) {
+    const int64_t end = of->row + count < of->end ? of->row + count : of->end;
+    if (of->with->form == FORM_INT8)
+        finish_rows_of(FORM_INT8, of, end);
+    else
+        finish_rows_of(FORM_FLOAT32, of, end);
+    of->row = end;
+}
+
+INLINE void finish_some(finishing *of) {
+    if (of->row < of->end) finish_rows(of, of->rows_per_step);
+}
+
 /* ---- sums ---- */
 
 /* Two tiles of inputs, or one, and a panel of weights, over all steps. */
@@ -216,7 +293,7 @@ INLINE const float *weights_of_step(const factors *of, int64_t step, float *wide
 /* Part i of the inputs times part j of the weights, for i + j <= 2, in an order in which one operand stays in its
  * register. Meanwhile the idle vector unit splits the weights of the next step. It does so again for the next two
  * tiles: writing and reading the parts in L2 takes longer than making them. */
-INLINE void sum_float32(const int both, const factors *of, fetching *ahead) {
+INLINE void sum_float32(const int both, const factors *of, fetching *ahead, finishing *before) {
     _Alignas(LINE) char split[SPLIT_STEPS * SPLIT_STEP];
     _Alignas(LINE) float widened[TILE_SIDE * PAIR * PANEL];
     const float *weights = weights_of_step(of, 0, widened);
@@ -227,6 +304,7 @@ INLINE void sum_float32(const int both, const factors *of, fetching *ahead) {
         char *next_tiles = split + (step + 1) % SPLIT_STEPS * SPLIT_STEP;
         const int more = step + 1 < of->steps;
         if (more) weights = weights_of_step(of, step + 1, widened);
+        finish_some(before);
         load_split_weights(tiles);
         load_inputs(both, of, inputs);
         add_products(both, FORM_FLOAT32);
@@ -250,9 +328,11 @@ INLINE void sum_float32(const int both, const factors *of, fetching *ahead) {
 }
 
 /* The same for weights of one part, with inputs of so many. */
-INLINE void sum_unsplit(const int both, const int form, const int parts, const factors *of, fetching *ahead) {
+INLINE void sum_unsplit(const int both, const int form, const int parts, const factors *of, fetching *ahead,
+                        finishing *before) {
     for (int64_t step = 0; step < of->steps; step++) {
         fetch_lines(ahead, ahead->lines);
+        finish_some(before);
         load_weights(of->weights + step * 2 * TILE_BYTES);
         for (int64_t part = 0; part < parts; part++) {
             load_inputs(both, of, (step * parts + part) * TILE_BYTES);
@@ -261,56 +341,27 @@ INLINE void sum_unsplit(const int both, const int form, const int parts, const f
     }
 }
 
-/* The sums of two tiles of rows with both halves of a panel. */
-typedef struct {
-    _Alignas(LINE) char tiles[2][2][TILE_BYTES];
-} tile_sums;
-
-INLINE void sum_tiles(const int both, int64_t form, const factors *of, tile_sums *sums, fetching *ahead) {
+/* The sums of two tiles, or one, in registers; `before` is finished meanwhile. */
+INLINE void sum_tiles(const int both, int64_t form, const factors *of, fetching *ahead, finishing *before) {
     _tile_zero(SUMS_LOW);
     _tile_zero(SUMS_HIGH);
     if (both) _tile_zero(MORE_SUMS_LOW);
     if (both) _tile_zero(MORE_SUMS_HIGH);
     switch (form) {
-    case FORM_INT8: sum_unsplit(both, FORM_INT8, 1, of, ahead); break;
-    case FORM_PAIRS: sum_unsplit(both, FORM_PAIRS, 1, of, ahead); break;
-    case FORM_BFLOAT16: sum_unsplit(both, FORM_BFLOAT16, PARTS, of, ahead); break;
-    default: sum_float32(both, of, ahead);
+    case FORM_INT8: sum_unsplit(both, FORM_INT8, 1, of, ahead, before); break;
+    case FORM_PAIRS: sum_unsplit(both, FORM_PAIRS, 1, of, ahead, before); break;
+    case FORM_BFLOAT16: sum_unsplit(both, FORM_BFLOAT16, PARTS, of, ahead, before); break;
+    default: sum_float32(both, of, ahead, before);
     }
-    _tile_stored(SUMS_LOW, sums->tiles[0][0], LINE);
-    _tile_stored(SUMS_HIGH, sums->tiles[0][1], LINE);
-    if (both) _tile_stored(MORE_SUMS_LOW, sums->tiles[1][0], LINE);
-    if (both) _tile_stored(MORE_SUMS_HIGH, sums->tiles[1][1], LINE);
+    finish_rows(before, before->end - before->row);
 }
 
-/* ---- results ---- */
-
-/* LANES outputs of row `row` of all: its sums, scaled if they are of 8-bit codes, and biased. */
-INLINE vec output_of(const int form, const packed_inputs *from, int64_t row, const char *sums, vec scale, vec bias) {
-    if (form != FORM_INT8) return load((const float *)sums) + bias;
-    vec sum = __builtin_convertvector(*(const unaligned_ivec *)sums - from->offsets[row], vec);
-    return sum * (scale * from->factors[row]) + bias;
-}
-
-/* The sums of tile `tile` with panel `panel` are complete. */
-INLINE void finish_tile(const int form, const linear *with, const packed_inputs *from, int64_t panel, int64_t tile,
-                        const char (*sums)[TILE_BYTES], enum epilogue epilogue, float *out, int64_t stride) {
-    int64_t first = tile_start(tile, from->num_tiles, from->num_rows);
-    int64_t rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
-    int64_t column = panel * (epilogue == GATED ? LANES : PANEL);
-    const vec low_bias = load(with->bias + panel * PANEL), high_bias = load(with->bias + panel * PANEL + LANES);
-    const vec low_scale = load(with->scales + panel * PANEL), high_scale = load(with->scales + panel * PANEL + LANES);
-    for (int64_t i = 0; i < rows; i++) {
-        vec low = output_of(form, from, first + i, sums[0] + i * LINE, low_scale, low_bias);
-        vec high = output_of(form, from, first + i, sums[1] + i * LINE, high_scale, high_bias);
-        if (from->added != NULL) add_low_rank(from->added, first + i, panel, &low, &high);
-        if (epilogue == GATED_PACKED) {
-            char *packed = (char *)out + tile * packed_tile_bytes(stride, FORM_FLOAT32);
-            pack_parts(PARTS, packed, i, panel * LANES, silu(low) * high);
-        } else {
-            finish_row(epilogue, low, high, out + (first + i) * stride + column);
-        }
-    }
+/* Registers may have more rows than a tile: the second tile overwrites those of the first. */
+INLINE void store_sums(const int both, int64_t rows_of_first, tile_sums *sums) {
+    _tile_stored(SUMS_LOW, sums->halves[0], LINE);
+    _tile_stored(SUMS_HIGH, sums->halves[1], LINE);
+    if (both) _tile_stored(MORE_SUMS_LOW, sums->halves[0] + rows_of_first * LINE, LINE);
+    if (both) _tile_stored(MORE_SUMS_HIGH, sums->halves[1] + rows_of_first * LINE, LINE);
 }
 
 /* The memory to fetch while `num_tiles` tiles are multiplied. Few tiles wait for memory: they fetch a little ahead,
@@ -337,28 +388,36 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     const int64_t tile_bytes = packed_tile_bytes(with->inputs, form);
     const char *weights = panel_at(with, panel);
     fetching ahead = what_to_fetch(weights, next, bytes, bytes / steps / LINE, end_tile - first_tile);
-    tile_sums sums;
     if (from->added != NULL) {
         int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows);
         fetch_additions(from->added, with, panel_number(with, next), first,
                         tile_start(end_tile, from->num_tiles, from->num_rows) - first);
     }
+    tile_sums sums;
+    finishing before = {.with = with,
+                        .from = from,
+                        .sums = &sums,
+                        .panel = panel,
+                        .rows_per_step = (2 * TILE_SIDE + steps - 1) / steps,
+                        .epilogue = epilogue,
+                        .out = out,
+                        .stride = stride};
     shape_tiles((from->num_rows + from->num_tiles - 1) / from->num_tiles);
     for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
         const char *inputs = (const char *)from->tiles + tile * tile_bytes;
         const factors of = {inputs, inputs + tile_bytes, weights, steps, is_coded(with) ? with : NULL};
         const int both = tile + 1 < end_tile;
         if (both)
-            sum_tiles(1, form, &of, &sums, &ahead);
+            sum_tiles(1, form, &of, &ahead, &before);
         else
-            sum_tiles(0, form, &of, &sums, &ahead);
-        for (int i = 0; i <= both; i++) {
-            if (form == FORM_INT8)
-                finish_tile(FORM_INT8, with, from, panel, tile + i, sums.tiles[i], epilogue, out, stride);
-            else
-                finish_tile(FORM_FLOAT32, with, from, panel, tile + i, sums.tiles[i], epilogue, out, stride);
-        }
+            sum_tiles(0, form, &of, &ahead, &before);
+        before.tile = tile;
+        before.first = before.row = tile_start(tile, from->num_tiles, from->num_rows);
+        before.middle = tile_start(tile + 1, from->num_tiles, from->num_rows);
+        before.end = both ? tile_start(tile + 2, from->num_tiles, from->num_rows) : before.middle;
+        store_sums(both, before.middle - before.first, &sums);
     }
+    finish_rows(&before, before.end - before.row);
     _tile_release();
 }
 

@@ -436,8 +436,8 @@ int64_t tiles_at_once_whole(const linear *with) { return is_coded(with) ? CODED_
 void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
                     int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
     assert(end_tile - first_tile <= tiles_at_once_whole(with));
-    int64_t column = panel * (epilogue == GATED || epilogue == GATED_PACKED ? LANES : PANEL);
-    int64_t row_step = epilogue == GATED_PACKED ? STRETCH : stride;
+    int64_t column = panel * (epilogue == GATED || is_packed(epilogue) ? LANES : PANEL);
+    int64_t row_step = is_packed(epilogue) ? STRETCH : stride;
     const int64_t count = end_tile - first_tile;
     const int widens = is_coded(with) && count > 1; /* a tile alone takes codes as they are */
     const int64_t num_steps = steps_of(with->inputs, is_coded(with) ? FORM_FLOAT32 : with->form);
@@ -462,9 +462,11 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
         for (int64_t place = 0; place < count; place++, first += rows) {
             rows = tile_start(first_tile + place + 1, from->num_tiles, from->num_rows) - first;
             float *to = out + first * stride + column;
-            if (epilogue == GATED_PACKED) {
-                char *packed = (char *)out + first * packed_row_bytes(stride, FORM_FLOAT32);
-                to = (float *)packed + column / STRETCH * STRETCH * rows + column % STRETCH;
+            if (is_packed(epilogue)) {
+                const int64_t form = epilogue == GATED_PAIRS ? FORM_PAIRS : FORM_FLOAT32;
+                const int64_t place_in_row = epilogue == GATED_PAIRS ? column / PAIR : column;
+                char *packed = (char *)out + first * packed_row_bytes(stride, form);
+                to = (float *)packed + place_in_row / STRETCH * STRETCH * rows + place_in_row % STRETCH;
             }
             /* The first of several tiles widens for all. */
             const int is_widened = widens && place > 0;
