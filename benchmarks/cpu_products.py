@@ -52,11 +52,12 @@ def drawn(form: CodeForm, group: int, *, has_minima: bool = False) -> Callable[[
 
 @dataclass(frozen=True)
 class Form:
-    """``bytes`` of a weight, with its scales; ``coded`` rounds it to codes."""
+    """``bytes`` of a weight, with its scales; ``coded`` rounds it to codes; ``is_narrow``: these may be rounded to bfloat16."""
 
     kind: WeightForm
     bytes: float
     coded: Callable[[Tensor], CodedWeight] | None = None
+    is_narrow: bool = False
 
 
 FORMS = {
@@ -81,8 +82,11 @@ FORMS = {
     "fp8": Form(WeightForm.FLOAT32, 33 / 32, drawn(CodeForm.FP8, 128)),
     "mxfp4": Form(WeightForm.FLOAT32, 5 / 8, drawn(CodeForm.TABLE4, 32)),
 }
-"""With "exact", and from w4a16 on, inputs stay float32: codes are widened, or inputs cut into digits. With
-"bfloat16-rounded", inputs are rounded to bfloat16, too: not every processor has the instruction."""
+FORMS |= {
+    f"{name}-rounded": replace(FORMS[name], is_narrow=True) for name in ("int4-exact", "w4a16-128", "fp8", "mxfp4")
+}
+"""With "exact", and from w4a16 on, inputs stay float32: codes are widened, or inputs cut into digits. With "rounded", inputs are
+rounded to bfloat16, and so is what codes stand for, where the processor has something for that."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,10 @@ def packed(
     held = form.coded(weight) if form.coded else weight
     num_copies = max(1, int(bytes_of_weights / (weight.numel() * form.bytes)))
     return {
-        variant: [PackedLinear(each.library, held, None, form.kind, gated=shape.gated) for _ in range(num_copies)]
+        variant: [
+            PackedLinear(each.library, held, None, form.kind, gated=shape.gated, may_be_narrow=form.is_narrow)
+            for _ in range(num_copies)
+        ]
         for variant, each in chosen.items()
     }
 

@@ -68,6 +68,7 @@ FORMS = (
     Form("int4", Precision("int4")),
     Form("int4, else bfloat16", Precision("int4", dtype=torch.bfloat16)),
     Form("int4, exact activations", Precision("int4", "exact")),
+    Form("int4, activations in bfloat16", Precision("int4", "bfloat16", torch.bfloat16)),
 )
 CLOCKS = {"wall": time.perf_counter, "processor": time.thread_time}
 

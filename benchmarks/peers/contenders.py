@@ -64,6 +64,7 @@ PRECISIONS: Mapping[str, tuple[Contender, ...]] = {
     "int4": (
         Contender("Headway, else bfloat16", "headway", "float32", "int4:auto:bfloat16"),
         Contender("OpenVINO GenAI, else bfloat16", "openvino", "openvino:int4", "bf16"),
+        Contender("Headway, activations in bfloat16", "headway", "float32", "int4:bfloat16:bfloat16"),
         Contender("Headway, else float32", "headway", "float32", "int4:auto:float32"),
         Contender("OpenVINO GenAI, else float32", "openvino", "openvino:int4", "f32", rival="Headway, else float32"),
         Contender("llama.cpp Q4_0", "llama.cpp", "gguf:Q4_0", rival="Headway, llama.cpp's Q4_0 file"),

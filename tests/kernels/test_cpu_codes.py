@@ -90,6 +90,31 @@ def test_a_product_is_as_exact_as_one_with_the_widened_weights(library, form, ga
         assert torch.equal(one, found), "a row's bits depend on the number of rows"
 
 
+def narrow(weight):
+    """The nearest bfloat16s; of two that are as near, those farther from zero."""
+    return ((weight.float().view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+
+
+@pytest.mark.parametrize("form", CodeForm)
+def test_a_matrix_unit_may_round_codes_and_inputs_to_bfloat16(library, form):
+    """No other variant does, since it would gain nothing; a row's bits stay those it has alone."""
+    team = Team(library, 2)
+    kinds = itertools.product([False, True], [False, True], ((33, 97), (70, 160), (34, 1650)))
+    for seed, (has_minima, is_scattered, (outputs, inputs)) in enumerate(kinds):
+        weight = drawn(form, outputs, inputs, 32, has_minima=has_minima, is_scattered=is_scattered, seed=seed)
+        product = PackedLinear(library, weight, torch.ones(outputs), may_be_narrow=True)
+        for count in (1, 13, 40, 300):
+            rows = torch.randn(count, inputs)
+            found = product(team, rows)
+            if library.variant == "amx":
+                sums = rows.bfloat16().double() @ narrow(weight).double().t() + 1
+                assert (found - sums).abs().max() <= 1e-6 * (1 + most_of_an_output(rows, weight, gated=False))
+            else:
+                assert torch.equal(found, PackedLinear(library, weight, torch.ones(outputs))(team, rows))
+            alone = [product(team, rows[i : i + 1].contiguous()) for i in range(0, count, 7)]
+            assert torch.equal(torch.cat(alone), found[::7])
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_codes_may_stand_for_any_numbers(library, gated):
     """They are never cut into digits, nor are their inputs rounded."""

@@ -193,6 +193,7 @@ class _CodedStruct(ctypes.Structure):
         ("group", ctypes.c_int64),
         ("num_groups", ctypes.c_int64),
         ("rounds_inputs", ctypes.c_int64),
+        ("may_be_narrow", ctypes.c_int64),
         ("table", ctypes.c_float * 16),
     )
 
@@ -218,6 +219,7 @@ class PackedLinear:
 
     ``weight`` floating, ``[outputs, inputs]``, held in ``form``, or codes, which are not changed; ``bias``
     ``[outputs]`` or None. With ``gated``, outputs are gates, then ups, and the product gives ``silu(gate) * up``.
+    ``may_be_narrow``: where inputs stay floats, they and what codes stand for may be rounded to bfloat16, if that is faster.
     """
 
     def __init__(
@@ -228,6 +230,7 @@ class PackedLinear:
         form: WeightForm = WeightForm.FLOAT32,
         *,
         gated: bool = False,
+        may_be_narrow: bool = False,
     ) -> None:
         self._library = library
         self._gated = gated
@@ -238,7 +241,7 @@ class PackedLinear:
         rest = (address(wide_bias), self.outputs, self.inputs)
         if isinstance(weight, CodedWeight):
             kept = weight.contiguous()
-            struct = _coded_struct(kept)
+            struct = _coded_struct(kept, may_be_narrow=may_be_narrow)
             self.form = _held_form(library, kept)
             handle = library.functions.headway_linear_of_codes(ctypes.byref(struct), *rest, int(self.form), int(gated))
         else:
@@ -333,7 +336,7 @@ def _held_form(library: CpuLibrary, weight: CodedWeight) -> IntEnum:
     return weight.form
 
 
-def _coded_struct(weight: CodedWeight) -> _CodedStruct:
+def _coded_struct(weight: CodedWeight, *, may_be_narrow: bool) -> _CodedStruct:
     return _CodedStruct(
         codes=weight.codes.data_ptr(),
         scales=weight.scales.data_ptr(),
@@ -342,6 +345,7 @@ def _coded_struct(weight: CodedWeight) -> _CodedStruct:
         group=weight.group,
         num_groups=weight.scales.shape[1],
         rounds_inputs=weight.rounds_inputs,
+        may_be_narrow=may_be_narrow,
         table=weight.table or (),
     )
 

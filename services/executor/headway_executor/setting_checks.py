@@ -37,7 +37,7 @@ TORCH = Takes(
             "kernels": ("auto", "compiled", "eager"),
             "tensor_parallel_form": ("exact", "fast"),
             RANK_TRANSPORT: _RANK_TRANSPORTS,
-            "activations": ("auto", "exact", "int8"),
+            "activations": ("auto", "bfloat16", "exact", "int8"),
         }
     ),
     rank_devices=("cpu",),

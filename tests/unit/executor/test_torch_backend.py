@@ -505,7 +505,10 @@ def test_nan_in_one_row_stays_there(llama):
             {"options": {"kernels": "eager", "activations": "int8"}},
             "activations 'int8' needs the CPU kernels: .*; allowed here: auto, exact",
         ),
-        ({"options": {"activations": "int4"}}, "activations 'int4' is not allowed; allowed: auto, exact, int8"),
+        (
+            {"options": {"activations": "int4"}},
+            "activations 'int4' is not allowed; allowed: auto, bfloat16, exact, int8",
+        ),
     ],
 )
 def test_impossible_settings_are_refused_in_one_line(llama, settings, message):

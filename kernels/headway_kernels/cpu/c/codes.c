@@ -1,4 +1,4 @@
-/* Packing codes, and widening a part of a panel to float32 for the matrix unit. */
+/* Packing codes, and widening a part of a panel for the matrix unit. */
 #include "codes.h"
 
 #include <stdlib.h>
@@ -12,12 +12,14 @@ static int64_t coded_panel_bytes(const linear *of) {
 
 #define LINES_AHEAD 24 /* of the codes that are widened next */
 
+INLINE void fetch_codes(const int form, const char *codes, int64_t k, const int count) {
+    const char *ahead = codes + (has_words(form) ? k / WORD * PANEL * 4 : k * PANEL) + LINES_AHEAD * LINE;
+    for (int at = 0; at < (has_words(form) ? PANEL * 4 : count * PANEL); at += LINE) __builtin_prefetch(ahead + at);
+}
+
 INLINE void widen_run(const int form, const coded_run *run, float *to) {
-    const int64_t step = has_words(form) ? WORD : 1;
-    const int64_t step_bytes = has_words(form) ? PANEL * 4 : PANEL;
     for (int64_t k = run->begin; k < run->end;) {
-        const char *ahead = run->codes + k / step * step_bytes + LINES_AHEAD * LINE;
-        for (int64_t line = 0; line * LINE < step_bytes; line++) __builtin_prefetch(ahead + line * LINE);
+        fetch_codes(form, run->codes, k, 1);
         UNROLLED
         for (int half = 0; half < 2; half++) {
             if (!is_word(form, run, k)) {
@@ -51,6 +53,63 @@ void widen(const linear *of, const char *codes, int64_t first, int64_t count, fl
     }
 }
 
+/* The nearest bfloat16s; of two that are as near, those farther from zero. */
+INLINE void store_pair(char *to, vec even, vec odd) {
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    __m512i lower = _mm512_srli_epi32(_mm512_add_epi32((__m512i)even, half), 16);
+    __asm__("" : "+v"(lower)); /* a compiler would shuffle both, which takes longer */
+    const __m512i pairs = _mm512_mask_blend_epi16(0xaaaaaaaa, lower, _mm512_add_epi32((__m512i)odd, half));
+    _mm512_storeu_si512(to, pairs);
+}
+
+/* As many pairs of a run as lie in whole words or side by side; returns the input behind them. */
+INLINE int64_t widen_pairs_of_run(const int form, const coded_run *run, char *to) {
+    const int count = has_words(form) ? WORD : PAIR;
+    int64_t k = run->begin;
+    for (; has_words(form) ? is_word(form, run, k) : k + PAIR <= run->end; k += count, to += count / PAIR * PANEL * 4) {
+        fetch_codes(form, run->codes, k, PAIR);
+        UNROLLED
+        for (int half = 0; half < 2; half++) {
+            UNROLLED
+            for (int i = 0; i < count; i += PAIR) {
+                const int is_in_word = has_words(form);
+                const vec even = is_in_word ? weights_of_word(form, run, k, half, i) : weights_at(form, run, k, half);
+                const vec odd =
+                    is_in_word ? weights_of_word(form, run, k, half, i + 1) : weights_at(form, run, k + 1, half);
+                store_pair(to + i / PAIR * PANEL * 4 + half * LANES * 4, even, odd);
+            }
+        }
+    }
+    return k;
+}
+
+INLINE void widen_pairs_of_form(const int form, const linear *of, const char *codes, int64_t first, int64_t count,
+                                char *to) {
+    const int64_t end = first + count;
+    for (int64_t k = first; k < end;) {
+        group_values values, values_of_odd;
+        const coded_run run = run_at(form, of, codes, k, end, &values);
+        const int64_t widened = widen_pairs_of_run(form, &run, to);
+        to += (widened - k) / PAIR * PANEL * 4;
+        k = widened;
+        if (k >= run.end) continue;
+        const coded_run odd = run_at(form, of, codes, k + 1, end, &values_of_odd);
+        UNROLLED
+        for (int half = 0; half < 2; half++)
+            store_pair(to + half * LANES * 4, weights_at(form, &run, k, half), weights_at(form, &odd, k + 1, half));
+        to += PANEL * 4, k += PAIR;
+    }
+}
+
+void widen_to_pairs(const linear *of, const char *codes, int64_t first, int64_t count, char *to) {
+    switch (of->form) {
+    case FORM_CODES4: widen_pairs_of_form(FORM_CODES4, of, codes, first, count, to); break;
+    case FORM_CODES8: widen_pairs_of_form(FORM_CODES8, of, codes, first, count, to); break;
+    case FORM_TABLE4: widen_pairs_of_form(FORM_TABLE4, of, codes, first, count, to); break;
+    default: widen_pairs_of_form(FORM_FP8, of, codes, first, count, to);
+    }
+}
+
 #endif
 
 /* The codes of one output of a panel. */
@@ -75,6 +134,7 @@ linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int
     made->num_groups = from->num_groups;
     made->has_minima = from->minima != NULL;
     made->table = table_of(from->table, 0);
+    made->is_narrow = from->may_be_narrow && HAS_TILES;
     if (from->group_of != NULL) {
         made->group_of = stream_alloc(inputs * 4);
         if (made->group_of == NULL) {

@@ -142,4 +142,7 @@ linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int
 /* The weights of `count` inputs of the panel at `codes`, from input `first` on, as float32: [count, PANEL]. */
 void widen(const linear *of, const char *codes, int64_t first, int64_t count, float *to);
 
+/* The same for pairs of inputs, as the nearest bfloat16s: [count / PAIR, PANEL], a pair side by side. */
+void widen_to_pairs(const linear *of, const char *codes, int64_t first, int64_t count, char *to);
+
 #endif

@@ -55,14 +55,15 @@ typedef struct {
     int64_t has_minima;
     int64_t has_half_scales; /* BLOCKS: float16 holds them */
     int64_t num_digits;      /* BLOCKS: of an input, see blocks.h */
+    int64_t is_narrow;       /* codes: they and their inputs are rounded to bfloat16 where they are multiplied */
     int32_t *group_of;       /* [inputs], or NULL: groups are consecutive */
     code_table table;        /* TABLE4; BLOCKS: with what the instruction wants added */
 } linear;
 
 /* A weight as codes, one per byte, [outputs, inputs]: each stands for code * scale + minimum. `scales` and `minima`
  * [outputs, num_groups]. `minima` NULL: 0, or -8 * scale with CODES4. `group_of` [inputs]: each input's group;
- * NULL: each `group` consecutive inputs are one. `rounds_inputs`: inputs may be rounded to 8 bits. `table`: what the
- * codes of TABLE4 stand for. */
+ * NULL: each `group` consecutive inputs are one. `rounds_inputs`: inputs may be rounded to 8 bits. `may_be_narrow`:
+ * inputs and weights may be rounded to bfloat16. `table`: what the codes of TABLE4 stand for. */
 typedef struct {
     const uint8_t *codes;
     const float *scales;
@@ -71,6 +72,7 @@ typedef struct {
     int64_t group;
     int64_t num_groups;
     int64_t rounds_inputs;
+    int64_t may_be_narrow;
     float table[CODES_OF_TABLE];
 } coded_weight;
 
@@ -116,6 +118,9 @@ static inline int is_bfloat16(int64_t form) { return form == FORM_BFLOAT16 || fo
 
 /* Whether weights are widened to float32 where they are multiplied. */
 static inline int is_coded(const linear *of) { return of->form >= FORM_CODES4 && of->form <= FORM_TABLE4; }
+
+/* The form of a matrix that is not in blocks, as far as its inputs go. */
+static inline int64_t form_of_inputs(const linear *of) { return of->is_narrow ? FORM_PAIRS : of->form; }
 
 /* Whether inputs are rounded block by block. */
 static inline int is_in_blocks(const linear *of) { return of->form >= FORM_BLOCKS4 && of->form <= FORM_BLOCKS_TABLE4; }

@@ -32,7 +32,7 @@ void pack_tile(const packed_inputs *to, const linear *with, int64_t tile, const 
     if (is_in_blocks(with))
         pack_tile_in_blocks(to, with, tile, from, stride, norm);
     else
-        pack_tile_whole(to, with->form, tile, from, stride, norm);
+        pack_tile_whole(to, form_of_inputs(with), tile, from, stride, norm);
 }
 
 int64_t tiles_at_once(const linear *with) {

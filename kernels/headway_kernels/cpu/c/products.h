@@ -49,7 +49,7 @@ void multiply(const linear *with, const packed_inputs *from, int64_t panel, cons
  * integers, as that takes more of a row than a panel gives. */
 static inline enum epilogue gated_before(const linear *next, const linear *gated) {
     if (next->form == FORM_INT8 || is_in_blocks(next) || is_in_blocks(gated)) return GATED;
-    return next->form == FORM_PAIRS ? GATED_PAIRS : GATED_PACKED;
+    return form_of_inputs(next) == FORM_PAIRS ? GATED_PAIRS : GATED_PACKED;
 }
 
 #endif

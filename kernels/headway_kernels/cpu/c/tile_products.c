@@ -33,6 +33,9 @@
 #define MOST_TILES 16
 #define LEAST_TILES 6
 #define FEW_TILES 2 /* of inputs: with so few, a product waits for memory */
+#define DEPTH                                                                                                          \
+    16 /* steps for which codes are widened at once, for several pairs of tiles: they stay in the L1 cache             \
+        */
 
 /* Tile registers: sums of two tiles of rows with both halves of a panel, two tiles of inputs, two of weights. */
 #define SUMS_LOW 0
@@ -242,13 +245,17 @@ INLINE void finish_some(finishing *of) {
 
 /* ---- sums ---- */
 
-/* Two tiles of inputs, or one, and a panel of weights, over all steps. */
+/* Two tiles of inputs, or one, and a panel of weights, over steps [begin, end). */
 typedef struct {
     const char *inputs;
     const char *more;
     const char *weights;
-    int64_t steps;
+    int64_t begin;
+    int64_t end;
     const linear *coded; /* whose panel at `weights` is widened step by step; NULL: `weights` are not codes */
+    char *widened;       /* narrow codes: tiles of both halves of a panel, of so many steps */
+    int64_t num_widened;
+    int is_widened; /* by the first pair of tiles */
 } factors;
 
 INLINE void load_inputs(const int both, const factors *of, int64_t at) {
@@ -298,11 +305,11 @@ INLINE void sum_float32(const int both, const factors *of, fetching *ahead, fini
     _Alignas(LINE) float widened[TILE_SIDE * PAIR * PANEL];
     const float *weights = weights_of_step(of, 0, widened);
     split_pairs(weights, split, 0, TILE_SIDE, ahead);
-    for (int64_t step = 0; step < of->steps; step++) {
+    for (int64_t step = 0; step < of->end; step++) {
         const int64_t inputs = step * PARTS * TILE_BYTES;
         const char *tiles = split + step % SPLIT_STEPS * SPLIT_STEP;
         char *next_tiles = split + (step + 1) % SPLIT_STEPS * SPLIT_STEP;
-        const int more = step + 1 < of->steps;
+        const int more = step + 1 < of->end;
         if (more) weights = weights_of_step(of, step + 1, widened);
         finish_some(before);
         load_split_weights(tiles);
@@ -330,7 +337,7 @@ INLINE void sum_float32(const int both, const factors *of, fetching *ahead, fini
 /* The same for weights of one part, with inputs of so many. */
 INLINE void sum_unsplit(const int both, const int form, const int parts, const factors *of, fetching *ahead,
                         finishing *before) {
-    for (int64_t step = 0; step < of->steps; step++) {
+    for (int64_t step = 0; step < of->end; step++) {
         fetch_lines(ahead, ahead->lines);
         finish_some(before);
         load_weights(of->weights + step * 2 * TILE_BYTES);
@@ -341,19 +348,58 @@ INLINE void sum_unsplit(const int both, const int form, const int parts, const f
     }
 }
 
-/* The sums of two tiles, or one, in registers; `before` is finished meanwhile. */
-INLINE void sum_tiles(const int both, int64_t form, const factors *of, fetching *ahead, finishing *before) {
-    _tile_zero(SUMS_LOW);
-    _tile_zero(SUMS_HIGH);
-    if (both) _tile_zero(MORE_SUMS_LOW);
-    if (both) _tile_zero(MORE_SUMS_HIGH);
-    switch (form) {
-    case FORM_INT8: sum_unsplit(both, FORM_INT8, 1, of, ahead, before); break;
-    case FORM_PAIRS: sum_unsplit(both, FORM_PAIRS, 1, of, ahead, before); break;
-    case FORM_BFLOAT16: sum_unsplit(both, FORM_BFLOAT16, PARTS, of, ahead, before); break;
-    default: sum_float32(both, of, ahead, before);
+INLINE char *widened_at(const factors *of, int64_t step) {
+    return of->widened + (step - of->begin) % of->num_widened * 2 * TILE_BYTES;
+}
+
+INLINE void widen_step(const factors *of, int64_t step) {
+    const int64_t inputs = TILE_SIDE * PAIR;
+    widen_to_pairs(of->coded, of->weights, step * inputs, inputs, widened_at(of, step));
+}
+
+/* The same for narrow codes: the first pair of tiles widens them for all, always for the step after this one. */
+INLINE void sum_narrow_codes(const int both, const factors *of, fetching *ahead, finishing *before) {
+    if (!of->is_widened) widen_step(of, of->begin);
+    for (int64_t step = of->begin; step < of->end; step++) {
+        if (of->is_widened)
+            fetch_lines(ahead, ahead->lines);
+        else if (step + 1 < of->end)
+            widen_step(of, step + 1);
+        finish_some(before);
+        load_weights(widened_at(of, step));
+        load_inputs(both, of, step * TILE_BYTES);
+        add_products(both, FORM_PAIRS);
     }
+}
+
+/* Add the products of two tiles, or one, to the sums in registers; `before` is finished meanwhile. */
+INLINE void sum_tiles(const int both, int64_t form, const factors *of, fetching *ahead, finishing *before) {
+    if (of->coded != NULL && of->coded->is_narrow)
+        sum_narrow_codes(both, of, ahead, before);
+    else if (form == FORM_INT8)
+        sum_unsplit(both, FORM_INT8, 1, of, ahead, before);
+    else if (form == FORM_PAIRS)
+        sum_unsplit(both, FORM_PAIRS, 1, of, ahead, before);
+    else if (form == FORM_BFLOAT16)
+        sum_unsplit(both, FORM_BFLOAT16, PARTS, of, ahead, before);
+    else
+        sum_float32(both, of, ahead, before);
     finish_rows(before, before->end - before->row);
+}
+
+/* Sums of former steps, or zeros. */
+INLINE void load_sums(const int both, int64_t rows_of_first, const tile_sums *sums) {
+    if (sums == NULL) {
+        _tile_zero(SUMS_LOW);
+        _tile_zero(SUMS_HIGH);
+        if (both) _tile_zero(MORE_SUMS_LOW);
+        if (both) _tile_zero(MORE_SUMS_HIGH);
+        return;
+    }
+    _tile_loadd(SUMS_LOW, sums->halves[0], LINE);
+    _tile_loadd(SUMS_HIGH, sums->halves[1], LINE);
+    if (both) _tile_loadd(MORE_SUMS_LOW, sums->halves[0] + rows_of_first * LINE, LINE);
+    if (both) _tile_loadd(MORE_SUMS_HIGH, sums->halves[1] + rows_of_first * LINE, LINE);
 }
 
 /* Registers may have more rows than a tile: the second tile overwrites those of the first. */
@@ -378,44 +424,63 @@ static fetching what_to_fetch(const char *weights, const char *next, int64_t byt
 }
 
 int64_t tiles_at_once_whole(const linear *with) {
-    int64_t fitting = INPUT_BYTES / packed_tile_bytes(with->inputs, with->form) / 2 * 2;
+    int64_t fitting = INPUT_BYTES / packed_tile_bytes(with->inputs, form_of_inputs(with)) / 2 * 2;
     return fitting > MOST_TILES ? MOST_TILES : fitting < LEAST_TILES ? LEAST_TILES : fitting;
 }
 
 void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
                     int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
-    const int64_t form = with->form, steps = steps_of(with->inputs, form), bytes = with->panel_bytes;
-    const int64_t tile_bytes = packed_tile_bytes(with->inputs, form);
-    const char *weights = panel_at(with, panel);
-    fetching ahead = what_to_fetch(weights, next, bytes, bytes / steps / LINE, end_tile - first_tile);
+    const int64_t form = with->form, num_steps = steps_of(with->inputs, form), bytes = with->panel_bytes;
+    const int64_t tile_bytes = packed_tile_bytes(with->inputs, form_of_inputs(with));
+    const int in_parts = with->is_narrow && end_tile - first_tile > 2;
+    const int64_t num_parts = in_parts ? (num_steps + DEPTH - 1) / DEPTH : 1;
+    fetching ahead = what_to_fetch(panel_at(with, panel), next, bytes, bytes / num_steps / LINE, end_tile - first_tile);
     if (from->added != NULL) {
         int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows);
         fetch_additions(from->added, with, panel_number(with, next), first,
                         tile_start(end_tile, from->num_tiles, from->num_rows) - first);
     }
-    tile_sums sums;
+    _Alignas(LINE) char widened[DEPTH * 2 * TILE_BYTES];
+    tile_sums sums[MOST_TILES / 2];
     finishing before = {.with = with,
                         .from = from,
-                        .sums = &sums,
                         .panel = panel,
-                        .rows_per_step = (2 * TILE_SIDE + steps - 1) / steps,
+                        .rows_per_step = (2 * TILE_SIDE * num_parts + num_steps - 1) / num_steps,
                         .epilogue = epilogue,
                         .out = out,
                         .stride = stride};
     shape_tiles((from->num_rows + from->num_tiles - 1) / from->num_tiles);
-    for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
-        const char *inputs = (const char *)from->tiles + tile * tile_bytes;
-        const factors of = {inputs, inputs + tile_bytes, weights, steps, is_coded(with) ? with : NULL};
-        const int both = tile + 1 < end_tile;
-        if (both)
-            sum_tiles(1, form, &of, &ahead, &before);
-        else
-            sum_tiles(0, form, &of, &ahead, &before);
-        before.tile = tile;
-        before.first = before.row = tile_start(tile, from->num_tiles, from->num_rows);
-        before.middle = tile_start(tile + 1, from->num_tiles, from->num_rows);
-        before.end = both ? tile_start(tile + 2, from->num_tiles, from->num_rows) : before.middle;
-        store_sums(both, before.middle - before.first, &sums);
+    for (int64_t part = 0; part < num_parts; part++) {
+        factors of = {.weights = panel_at(with, panel),
+                      .begin = part * num_steps / num_parts,
+                      .end = (part + 1) * num_steps / num_parts,
+                      .coded = is_coded(with) ? with : NULL,
+                      .widened = widened,
+                      .num_widened = in_parts ? DEPTH : 2};
+        for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
+            const int64_t first = tile_start(tile, from->num_tiles, from->num_rows);
+            const int64_t middle = tile_start(tile + 1, from->num_tiles, from->num_rows);
+            const int both = tile + 1 < end_tile;
+            tile_sums *own = &sums[in_parts ? (tile - first_tile) / 2 : 0];
+            of.inputs = (const char *)from->tiles + tile * tile_bytes;
+            of.more = of.inputs + tile_bytes;
+            of.is_widened = tile > first_tile;
+            if (both) {
+                load_sums(1, middle - first, part > 0 ? own : NULL);
+                sum_tiles(1, form, &of, &ahead, &before);
+                store_sums(1, middle - first, own);
+            } else {
+                load_sums(0, middle - first, part > 0 ? own : NULL);
+                sum_tiles(0, form, &of, &ahead, &before);
+                store_sums(0, middle - first, own);
+            }
+            if (part + 1 < num_parts) continue;
+            before.sums = own;
+            before.tile = tile;
+            before.first = before.row = first;
+            before.middle = middle;
+            before.end = both ? tile_start(tile + 2, from->num_tiles, from->num_rows) : middle;
+        }
     }
     finish_rows(&before, before.end - before.row);
     _tile_release();

@@ -126,7 +126,8 @@ def _check(config: BackendConfig) -> None:
     ):
         if value != allowed:
             raise BackendConfigError(f"{field} {value!r} is not allowed for an encoder; allowed: {allowed}")
-    for name, value, allowed in (("kernels", "compiled", "auto, eager"), ("activations", "int8", "auto, exact")):
+    needing_codes = [("activations", value, "auto, exact") for value in ("bfloat16", "int8")]
+    for name, value, allowed in (("kernels", "compiled", "auto, eager"), *needing_codes):
         if option_of(config, TORCH, name) == value:
             raise BackendConfigError(
                 f"backend_options {name} {value!r} is not allowed for an encoder; allowed: {allowed}"

@@ -96,7 +96,7 @@ def load(
             places=layout.places,
             stage=stage,
             adapters=beside,
-            rounds_inputs=option_of(config, TORCH, "activations") != "exact",
+            rounds_inputs=option_of(config, TORCH, "activations") == "auto",
         )
         states = places.states()
         pool = places.pool(layout, states)
@@ -213,8 +213,11 @@ def _kernels(
         missing = "needs the CPU kernels: installed, on a processor they know, dtype float32 or bfloat16, device cpu"
         if asked == "compiled":
             raise BackendConfigError(f"backend_options kernels 'compiled' {missing}; allowed here: auto, eager")
-        if option_of(config, TORCH, "activations") == "int8":
-            raise BackendConfigError(f"backend_options activations 'int8' {missing}; allowed here: auto, exact")
+        activations = option_of(config, TORCH, "activations")
+        if activations not in ("auto", "exact"):
+            raise BackendConfigError(
+                f"backend_options activations {activations!r} {missing}; allowed here: auto, exact"
+            )
         if config.quantization != "none":
             raise BackendConfigError(f"quantization {config.quantization!r} {missing}; allowed here: none")
     return library

@@ -54,10 +54,11 @@ def load_compiled(
 ) -> Decoder:
     """Load a checked checkpoint, or a stage's part of it. ``quantization`` is "none", "int8" or "int4".
 
-    Weights that are stored as codes stay so, with "none". ``activations`` of such weights are "exact", rounded to "int8"
-    where the kernels can, or "auto": rounded with a quantization, or if the checkpoint asks for that. ``dtype``, float32 or
-    bfloat16, is that of keys and values, and of other weights; with bfloat16 the inputs of these are rounded to it, where the
-    processor multiplies pairs of them.
+    Weights that are stored as codes stay so, with "none". ``activations`` of such weights are "exact", rounded to "int8" where
+    the kernels can, rounded to "bfloat16" with what codes stand for, where that is faster, or "auto": to int8 with a
+    quantization or if the checkpoint asks for that, else as ``dtype`` says. ``dtype``, float32 or bfloat16, is that of keys
+    and values, and of other weights; with bfloat16 the inputs of these are rounded to it, where the processor multiplies pairs
+    of them.
     """
     part = part_for(library, config, ALONE) if stage is None else stage.part
 

@@ -354,7 +354,9 @@ class WeightLoader:
             weight = rounded_to_4_bits(self._library, weight) if is_for_4_bits else rounded_to_8_bits(*weight.parts)
         if self._activations != "auto":
             weight = replace(weight, rounds_inputs=self._activations == "int8")
-        return PackedLinear(self._library, weight, bias, gated=gated)
+        as_dtype = self._activations == "auto" and self._dtype == torch.bfloat16
+        may_be_narrow = as_dtype or self._activations == "bfloat16"
+        return PackedLinear(self._library, weight, bias, gated=gated, may_be_narrow=may_be_narrow)
 
     def _form(self, weight: StackedRows) -> WeightForm:
         if self._dtype == torch.bfloat16:
