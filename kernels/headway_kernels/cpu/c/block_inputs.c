@@ -7,7 +7,6 @@
 #include <immintrin.h>
 #endif
 
-#define MIDDLE_OF_CODES4 8 /* stands for zero without minima */
 #define MANTISSA_BITS 23
 #define BIAS 127 /* of a float's exponent */
 

@@ -3,6 +3,8 @@
 
 #include <stdlib.h>
 
+#define LEAST_SCALED 64 /* inputs of a group */
+
 static int64_t coded_panel_bytes(const linear *of) {
     int64_t bytes = bytes_of_codes(of) + of->num_groups * PANEL * 4 * (of->has_minima ? 2 : 1);
     return (bytes + LINE - 1) / LINE * LINE;
@@ -101,7 +103,25 @@ INLINE void widen_pairs_of_form(const int form, const linear *of, const char *co
     }
 }
 
+INLINE void look_up_words(const linear *of, const char *codes, int64_t first, int64_t count, char *to) {
+    const __m512i numbers = _mm512_loadu_si512(of->narrow);
+    for (int64_t k = first; k < first + count; k += WORD, to += WORD / PAIR * PANEL * 4) {
+        UNROLLED
+        for (int half = 0; half < 2; half++) {
+            const __m512i some = _mm512_loadu_si512(codes + k / WORD * PANEL * 4 + half * LANES * 4);
+            UNROLLED
+            for (int pair = 0; pair < WORD / PAIR; pair++)
+                _mm512_storeu_si512(to + pair * PANEL * 4 + half * LANES * 4,
+                                    _mm512_permutexvar_epi16(_mm512_srli_epi32(some, 4 * pair), numbers));
+        }
+    }
+}
+
 void widen_to_pairs(const linear *of, const char *codes, int64_t first, int64_t count, char *to) {
+    if (of->scales_sums) {
+        look_up_words(of, codes, first, count, to);
+        return;
+    }
     switch (of->form) {
     case FORM_CODES4: widen_pairs_of_form(FORM_CODES4, of, codes, first, count, to); break;
     case FORM_CODES8: widen_pairs_of_form(FORM_CODES8, of, codes, first, count, to); break;
@@ -113,17 +133,36 @@ void widen_to_pairs(const linear *of, const char *codes, int64_t first, int64_t 
 #endif
 
 /* The codes of one output of a panel. */
-static void pack_codes(uint8_t *to, int64_t form, int64_t column, const uint8_t *row, int64_t inputs) {
-    for (int64_t k = 0; k < inputs; k++) {
-        if (!has_words(form))
+static void pack_codes(const linear *of, uint8_t *to, int64_t column, const uint8_t *row) {
+    for (int64_t k = 0; k < of->inputs; k++) {
+        const int64_t place = place_in_word(of, k);
+        if (!has_words(of->form))
             to[k * PANEL + column] = row[k];
         else
-            to[(k / WORD * PANEL + column) * 4 + k % WORD / 2] |= (uint8_t)(row[k] << (k % 2 * 4));
+            to[(k / WORD * PANEL + column) * 4 + place / 2] |= (uint8_t)(row[k] << (place % 2 * 4));
     }
 }
 
 static void pack_group_values(float *to, int64_t column, const float *row, int64_t num_groups, float factor) {
     for (int64_t group = 0; group < num_groups; group++) to[group * PANEL + column] = row[group] * factor;
+}
+
+/* Whether the groups of codes of 4 bits are symmetric and of whole steps of a sum, and so large that to scale their
+ * sums takes less time than to scale weights. */
+static int sums_can_be_scaled(const coded_weight *from, int64_t form) {
+    const int has_whole_steps = from->group % inputs_per_step(FORM_FLOAT32) == 0 && from->group >= LEAST_SCALED;
+    return has_words(form) && from->minima == NULL && from->group_of == NULL &&
+           (has_whole_steps || from->num_groups == 1);
+}
+
+/* The instruction that looks codes up takes 5 bits, so the table stands there twice. */
+static void look_up_narrow_numbers(linear *to) {
+    for (int code = 0; code < 2 * CODES_OF_TABLE; code++) {
+        const int own = code % CODES_OF_TABLE;
+        const float number = to->form == FORM_TABLE4 ? to->table.numbers[own] : (float)(own - MIDDLE_OF_CODES4);
+        const half_ivec pairs = as_pairs(splat(number));
+        to->narrow[code] = (uint16_t)pairs[0];
+    }
 }
 
 linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs,
@@ -135,6 +174,8 @@ linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int
     made->has_minima = from->minima != NULL;
     made->table = table_of(from->table, 0);
     made->is_narrow = from->may_be_narrow && HAS_TILES;
+    made->scales_sums = made->is_narrow && sums_can_be_scaled(from, form);
+    if (made->scales_sums) look_up_narrow_numbers(made);
     if (from->group_of != NULL) {
         made->group_of = stream_alloc(inputs * 4);
         if (made->group_of == NULL) {
@@ -152,7 +193,7 @@ linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int
         for (int64_t column = 0; column < PANEL; column++) {
             int64_t output = output_at(made, panel, column);
             if (output < 0) continue;
-            pack_codes((uint8_t *)start, form, column, from->codes + output * inputs, inputs);
+            pack_codes(made, (uint8_t *)start, column, from->codes + output * inputs);
             pack_group_values(scales, column, from->scales + output * groups, groups,
                               form == FORM_FP8 ? FP8_FACTOR : 1.0f);
             if (made->has_minima)

@@ -41,6 +41,11 @@ typedef struct {
 /* Whether codes have 4 bits, and so lie in words. */
 static inline int has_words(int64_t form) { return form == FORM_CODES4 || form == FORM_TABLE4; }
 
+/* The place of input `k` in its word: where sums are scaled, each half of a word has one input of each pair. */
+static inline int64_t place_in_word(const linear *of, int64_t k) {
+    return of->scales_sums ? k % PAIR * (WORD / PAIR) + k % WORD / PAIR : k % WORD;
+}
+
 static inline int64_t bytes_of_codes(const linear *of) {
     const int64_t padded = steps_of(of->inputs, FORM_FLOAT32) * inputs_per_step(FORM_FLOAT32);
     return has_words(of->form) ? (padded + WORD - 1) / WORD * PANEL * 4 : padded * PANEL;
@@ -63,7 +68,7 @@ INLINE group_values values_at(const int64_t form, const linear *of, const float 
         if (of->has_minima)
             values.minima[half] = load(minima + half * LANES);
         else if (form == FORM_CODES4)
-            values.minima[half] = values.scales[half] * -8.0f;
+            values.minima[half] = values.scales[half] * -(float)MIDDLE_OF_CODES4;
     }
     return values;
 }
@@ -142,7 +147,8 @@ linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int
 /* The weights of `count` inputs of the panel at `codes`, from input `first` on, as float32: [count, PANEL]. */
 void widen(const linear *of, const char *codes, int64_t first, int64_t count, float *to);
 
-/* The same for pairs of inputs, as the nearest bfloat16s: [count / PAIR, PANEL], a pair side by side. */
+/* The same for pairs of inputs, as the nearest bfloat16s: [count / PAIR, PANEL], a pair side by side. Where sums are
+ * scaled, weights are not. */
 void widen_to_pairs(const linear *of, const char *codes, int64_t first, int64_t count, char *to);
 
 #endif

@@ -15,7 +15,8 @@
 #include "code_table.h"
 
 #define PANEL (2 * LANES)
-#define QUAD 4 /* inputs that one 8-bit instruction takes */
+#define MIDDLE_OF_CODES4 8 /* stands for zero without minima */
+#define QUAD 4             /* inputs that one 8-bit instruction takes */
 #define PAIR 2 /* bfloat16 weights of an output that a panel holds side by side (8-bit weights: QUAD of them) */
 
 /* The forms of weights. BFLOAT16 is for float32 weights that bfloat16 holds exactly, as in many checkpoints: half
@@ -56,8 +57,10 @@ typedef struct {
     int64_t has_half_scales; /* BLOCKS: float16 holds them */
     int64_t num_digits;      /* BLOCKS: of an input, see blocks.h */
     int64_t is_narrow;       /* codes: they and their inputs are rounded to bfloat16 where they are multiplied */
-    int32_t *group_of;       /* [inputs], or NULL: groups are consecutive */
-    code_table table;        /* TABLE4; BLOCKS: with what the instruction wants added */
+    int64_t scales_sums;     /* narrow codes: sums of a group are scaled, not weights */
+    uint16_t narrow[2 * CODES_OF_TABLE]; /* then what codes stand for, as bfloat16s, twice */
+    int32_t *group_of;                   /* [inputs], or NULL: groups are consecutive */
+    code_table table;                    /* TABLE4; BLOCKS: with what the instruction wants added */
 } linear;
 
 /* A weight as codes, one per byte, [outputs, inputs]: each stands for code * scale + minimum. `scales` and `minima`

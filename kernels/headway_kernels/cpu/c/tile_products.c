@@ -255,7 +255,10 @@ typedef struct {
     const linear *coded; /* whose panel at `weights` is widened step by step; NULL: `weights` are not codes */
     char *widened;       /* narrow codes: tiles of both halves of a panel, of so many steps */
     int64_t num_widened;
-    int is_widened; /* by the first pair of tiles */
+    int is_widened;   /* by the first pair of tiles */
+    int64_t num_rows; /* of both tiles */
+    int64_t rows_of_first;
+    tile_sums *sums; /* of former steps */
 } factors;
 
 INLINE void load_inputs(const int both, const factors *of, int64_t at) {
@@ -295,6 +298,29 @@ INLINE const float *weights_of_step(const factors *of, int64_t step, float *wide
     if (of->coded == NULL) return (const float *)of->weights + step * inputs * PANEL;
     widen(of->coded, of->weights, step * inputs, inputs, widened);
     return widened;
+}
+
+/* Sums of former steps, or zeros. */
+INLINE void load_sums(const int both, int64_t rows_of_first, const tile_sums *sums) {
+    if (sums == NULL) {
+        _tile_zero(SUMS_LOW);
+        _tile_zero(SUMS_HIGH);
+        if (both) _tile_zero(MORE_SUMS_LOW);
+        if (both) _tile_zero(MORE_SUMS_HIGH);
+        return;
+    }
+    _tile_loadd(SUMS_LOW, sums->halves[0], LINE);
+    _tile_loadd(SUMS_HIGH, sums->halves[1], LINE);
+    if (both) _tile_loadd(MORE_SUMS_LOW, sums->halves[0] + rows_of_first * LINE, LINE);
+    if (both) _tile_loadd(MORE_SUMS_HIGH, sums->halves[1] + rows_of_first * LINE, LINE);
+}
+
+/* Registers may have more rows than a tile: the second tile overwrites those of the first. */
+INLINE void store_sums(const int both, int64_t rows_of_first, tile_sums *sums) {
+    _tile_stored(SUMS_LOW, sums->halves[0], LINE);
+    _tile_stored(SUMS_HIGH, sums->halves[1], LINE);
+    if (both) _tile_stored(MORE_SUMS_LOW, sums->halves[0] + rows_of_first * LINE, LINE);
+    if (both) _tile_stored(MORE_SUMS_HIGH, sums->halves[1] + rows_of_first * LINE, LINE);
 }
 
 /* Part i of the inputs times part j of the weights, for i + j <= 2, in an order in which one operand stays in its
@@ -372,8 +398,50 @@ INLINE void sum_narrow_codes(const int both, const factors *of, fetching *ahead,
     }
 }
 
-/* Add the products of two tiles, or one, to the sums in registers; `before` is finished meanwhile. */
-INLINE void sum_tiles(const int both, int64_t form, const factors *of, fetching *ahead, finishing *before) {
+/* Add the sums of a group, scaled, to those of all. */
+INLINE void add_group(int64_t rows, const tile_sums *group, const float *scales, tile_sums *to) {
+    const vec low = load(scales), high = load(scales + LANES);
+    for (int64_t at = 0; at < rows * LINE; at += LINE) {
+        *(vec *)(to->halves[0] + at) += low * *(const vec *)(group->halves[0] + at);
+        *(vec *)(to->halves[1] + at) += high * *(const vec *)(group->halves[1] + at);
+    }
+}
+
+/* The same for codes whose sums are scaled. A group is added once the next one is summed, since it is complete then. */
+INLINE void sum_scaled_codes(const int both, const factors *of, fetching *ahead, finishing *before) {
+    tile_sums groups[2];
+    const linear *with = of->coded;
+    const int64_t per_group = with->num_groups == 1 ? of->end : with->group / (TILE_SIDE * PAIR);
+    const int64_t first = of->begin / per_group;
+    const float *scales = scales_of(with, of->weights) + first * PANEL;
+    int64_t end = (first + 1) * per_group, number = 0;
+    load_sums(both, 0, NULL);
+    if (!of->is_widened) widen_step(of, of->begin);
+    for (int64_t step = of->begin; step < of->end; step++) {
+        fetch_lines(ahead, ahead->lines);
+        if (!of->is_widened && step + 1 < of->end) widen_step(of, step + 1);
+        finish_some(before);
+        load_weights(widened_at(of, step));
+        load_inputs(both, of, step * TILE_BYTES);
+        add_products(both, FORM_PAIRS);
+        if (step + 1 < end && step + 1 < of->end) continue;
+        store_sums(both, of->rows_of_first, &groups[number % 2]);
+        load_sums(both, 0, NULL);
+        if (number > 0) add_group(of->num_rows, &groups[(number - 1) % 2], scales + (number - 1) * PANEL, of->sums);
+        number++, end += per_group;
+    }
+    add_group(of->num_rows, &groups[(number - 1) % 2], scales + (number - 1) * PANEL, of->sums);
+    finish_rows(before, before->end - before->row);
+}
+
+/* The sums of two tiles, or one, with those of former steps if there are some; `before` is finished meanwhile. */
+INLINE void sum_tiles(const int both, int64_t form, const factors *of, int has_sums, fetching *ahead,
+                      finishing *before) {
+    if (of->coded != NULL && of->coded->scales_sums) {
+        sum_scaled_codes(both, of, ahead, before);
+        return;
+    }
+    load_sums(both, of->rows_of_first, has_sums ? of->sums : NULL);
     if (of->coded != NULL && of->coded->is_narrow)
         sum_narrow_codes(both, of, ahead, before);
     else if (form == FORM_INT8)
@@ -385,29 +453,12 @@ INLINE void sum_tiles(const int both, int64_t form, const factors *of, fetching 
     else
         sum_float32(both, of, ahead, before);
     finish_rows(before, before->end - before->row);
+    store_sums(both, of->rows_of_first, of->sums);
 }
 
-/* Sums of former steps, or zeros. */
-INLINE void load_sums(const int both, int64_t rows_of_first, const tile_sums *sums) {
-    if (sums == NULL) {
-        _tile_zero(SUMS_LOW);
-        _tile_zero(SUMS_HIGH);
-        if (both) _tile_zero(MORE_SUMS_LOW);
-        if (both) _tile_zero(MORE_SUMS_HIGH);
-        return;
-    }
-    _tile_loadd(SUMS_LOW, sums->halves[0], LINE);
-    _tile_loadd(SUMS_HIGH, sums->halves[1], LINE);
-    if (both) _tile_loadd(MORE_SUMS_LOW, sums->halves[0] + rows_of_first * LINE, LINE);
-    if (both) _tile_loadd(MORE_SUMS_HIGH, sums->halves[1] + rows_of_first * LINE, LINE);
-}
-
-/* Registers may have more rows than a tile: the second tile overwrites those of the first. */
-INLINE void store_sums(const int both, int64_t rows_of_first, tile_sums *sums) {
-    _tile_stored(SUMS_LOW, sums->halves[0], LINE);
-    _tile_stored(SUMS_HIGH, sums->halves[1], LINE);
-    if (both) _tile_stored(MORE_SUMS_LOW, sums->halves[0] + rows_of_first * LINE, LINE);
-    if (both) _tile_stored(MORE_SUMS_HIGH, sums->halves[1] + rows_of_first * LINE, LINE);
+static void clear_sums(int64_t rows, tile_sums *sums) {
+    memset(sums->halves[0], 0, (size_t)(rows * LINE));
+    memset(sums->halves[1], 0, (size_t)(rows * LINE));
 }
 
 /* The memory to fetch while `num_tiles` tiles are multiplied. Few tiles wait for memory: they fetch a little ahead,
@@ -432,7 +483,8 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
                     int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
     const int64_t form = with->form, num_steps = steps_of(with->inputs, form), bytes = with->panel_bytes;
     const int64_t tile_bytes = packed_tile_bytes(with->inputs, form_of_inputs(with));
-    const int in_parts = with->is_narrow && end_tile - first_tile > 2;
+    const int several = end_tile - first_tile > 2;
+    const int in_parts = with->scales_sums || (with->is_narrow && several); /* the former at the same places always */
     const int64_t num_parts = in_parts ? (num_steps + DEPTH - 1) / DEPTH : 1;
     fetching ahead = what_to_fetch(panel_at(with, panel), next, bytes, bytes / num_steps / LINE, end_tile - first_tile);
     if (from->added != NULL) {
@@ -456,30 +508,30 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
                       .end = (part + 1) * num_steps / num_parts,
                       .coded = is_coded(with) ? with : NULL,
                       .widened = widened,
-                      .num_widened = in_parts ? DEPTH : 2};
+                      .num_widened = several ? DEPTH : 2};
         for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
             const int64_t first = tile_start(tile, from->num_tiles, from->num_rows);
             const int64_t middle = tile_start(tile + 1, from->num_tiles, from->num_rows);
             const int both = tile + 1 < end_tile;
+            const int64_t end = both ? tile_start(tile + 2, from->num_tiles, from->num_rows) : middle;
             tile_sums *own = &sums[in_parts ? (tile - first_tile) / 2 : 0];
             of.inputs = (const char *)from->tiles + tile * tile_bytes;
             of.more = of.inputs + tile_bytes;
             of.is_widened = tile > first_tile;
-            if (both) {
-                load_sums(1, middle - first, part > 0 ? own : NULL);
-                sum_tiles(1, form, &of, &ahead, &before);
-                store_sums(1, middle - first, own);
-            } else {
-                load_sums(0, middle - first, part > 0 ? own : NULL);
-                sum_tiles(0, form, &of, &ahead, &before);
-                store_sums(0, middle - first, own);
-            }
+            of.num_rows = end - first;
+            of.rows_of_first = middle - first;
+            of.sums = own;
+            if (part == 0 && with->scales_sums) clear_sums(end - first, own);
+            if (both)
+                sum_tiles(1, form, &of, part > 0, &ahead, &before);
+            else
+                sum_tiles(0, form, &of, part > 0, &ahead, &before);
             if (part + 1 < num_parts) continue;
             before.sums = own;
             before.tile = tile;
             before.first = before.row = first;
             before.middle = middle;
-            before.end = both ? tile_start(tile + 2, from->num_tiles, from->num_rows) : middle;
+            before.end = end;
         }
     }
     finish_rows(&before, before.end - before.row);
