@@ -30,7 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from fleet import WHOLE, Client, Prompts, Stream, connected, flush
+from fleet import MODEL_NAME, WHOLE, Client, Prompts, Stream, connected, flush
 from headway.client import AsyncClient
 from headway_lab.percentiles import percentiles
 from program import count, counts, parser_of, provenance, write_result
@@ -121,7 +121,7 @@ async def _prefix_tokens(addresses: Sequence[str]) -> tuple[int, int]:
 def _model(context_length: int) -> Iterator[Path]:
     """The demo model's tokenizer with a context of this length; the simulated backend reads no weights."""
     with tempfile.TemporaryDirectory() as parent:
-        directory = Path(parent) / DEMO_MODEL.name
+        directory = Path(parent) / MODEL_NAME
         directory.mkdir()
         for path in DEMO_MODEL.glob("*token*.json"):
             (directory / path.name).symlink_to(path)

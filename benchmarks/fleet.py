@@ -46,6 +46,8 @@ from served import DEMO_MODEL, figures, row_of_free_ports, served
 from smg_overhead import running_smg
 
 POLICIES = ("cache_aware", "round_robin")
+MODEL_NAME = "demo"
+"""What requests ask for, and the embedded model is served as."""
 WHOLE = "whole"
 CUT_SHORT = "cut short"
 _WORDS = 400
@@ -89,7 +91,7 @@ class Client:
     async def stream(self, prompt: str, max_tokens: int) -> Stream:
         """Send one request; an error becomes its outcome."""
         body = {
-            "model": "demo",
+            "model": MODEL_NAME,
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0,

@@ -93,11 +93,14 @@ def test_a_product_is_as_exact_as_one_with_the_widened_weights(library, form, ga
 def narrow(weight):
     """The weights as the matrix unit may round them: the nearest bfloat16s; of two that are as near, those farther from zero.
 
-    Of codes of 4 bits in large symmetric groups, sums are scaled; so only the numbers of a table are rounded.
+    Of codes of 4 bits in large groups with a zero, sums are scaled; so only the numbers of a table are rounded.
     """
     has_whole_steps = weight.scales.shape[1] == 1 or (weight.group >= 64 and weight.group % 32 == 0)
-    is_symmetric = weight.minima is None and weight.group_of is None
-    if CODE_DTYPES[weight.form] is torch.uint8 and is_symmetric and has_whole_steps:
+    has_zero = weight.minima is None
+    if weight.minima is not None and weight.table is None:
+        zeros = (-weight.minima / weight.scales).round()
+        has_zero = torch.equal(-zeros * weight.scales, weight.minima)
+    if CODE_DTYPES[weight.form] is torch.uint8 and weight.group_of is None and has_zero and has_whole_steps:
         if weight.table is None:
             return weight.float()
         return replace(weight, table=tuple(torch.tensor(weight.table).bfloat16().tolist())).float()
@@ -108,7 +111,7 @@ def narrow(weight):
 def test_a_matrix_unit_may_round_codes_and_inputs_to_bfloat16(library, form):
     """No other variant does, since it would gain nothing; a row's bits stay those it has alone."""
     team = Team(library, 2)
-    kinds = ((False, False), (True, False), (False, True))
+    kinds = ("symmetric", "minima", "zero points", "scattered")
     shapes = (
         (33, 97, 32),
         (70, 160, 64),
@@ -118,8 +121,12 @@ def test_a_matrix_unit_may_round_codes_and_inputs_to_bfloat16(library, form):
         (16, 200, 96),
         (17, 1650, 1024),
     )
-    for seed, ((has_minima, is_scattered), (outputs, inputs, group)) in enumerate(itertools.product(kinds, shapes)):
-        weight = drawn(form, outputs, inputs, group, has_minima=has_minima, is_scattered=is_scattered, seed=seed)
+    for seed, (kind, (outputs, inputs, group)) in enumerate(itertools.product(kinds, shapes)):
+        settings = {"has_minima": kind == "minima", "is_scattered": kind == "scattered", "seed": seed}
+        weight = drawn(form, outputs, inputs, group, **settings)
+        if kind == "zero points":
+            zeros = torch.randint(0, 17, weight.scales.shape, generator=torch.Generator().manual_seed(seed))
+            weight = replace(weight, minima=-zeros * weight.scales)
         product = PackedLinear(library, weight, torch.ones(outputs), may_be_narrow=True)
         for count in (1, 13, 40, 300):
             rows = torch.randn(count, inputs, generator=torch.Generator().manual_seed(count))

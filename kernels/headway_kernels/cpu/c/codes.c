@@ -103,23 +103,36 @@ INLINE void widen_pairs_of_form(const int form, const linear *of, const char *co
     }
 }
 
-INLINE void look_up_words(const linear *of, const char *codes, int64_t first, int64_t count, char *to) {
-    const __m512i numbers = _mm512_loadu_si512(of->narrow);
+/* Numbers of the codes of words, all of one group. With zero points, a code is looked up as far from its own as it is.
+ */
+INLINE void look_up_words(const int has_zeros, const linear *of, const char *codes, int64_t first, int64_t count,
+                          char *to) {
+    const __m512i numbers = _mm512_loadu_si512(of->narrow), lowest = _mm512_set1_epi16(15);
+    const int32_t *zeros = zeros_of(of, codes) + (of->num_groups == 1 ? 0 : first / of->group * PANEL);
     for (int64_t k = first; k < first + count; k += WORD, to += WORD / PAIR * PANEL * 4) {
         UNROLLED
         for (int half = 0; half < 2; half++) {
             const __m512i some = _mm512_loadu_si512(codes + k / WORD * PANEL * 4 + half * LANES * 4);
             UNROLLED
-            for (int pair = 0; pair < WORD / PAIR; pair++)
+            for (int pair = 0; pair < WORD / PAIR; pair++) {
+                __m512i places = _mm512_srli_epi32(some, 4 * pair);
+                if (has_zeros)
+                    places =
+                        _mm512_add_epi16(_mm512_and_si512(places, lowest), _mm512_loadu_si512(zeros + half * LANES));
                 _mm512_storeu_si512(to + pair * PANEL * 4 + half * LANES * 4,
-                                    _mm512_permutexvar_epi16(_mm512_srli_epi32(some, 4 * pair), numbers));
+                                    _mm512_permutexvar_epi16(places, numbers));
+            }
         }
     }
 }
 
 void widen_to_pairs(const linear *of, const char *codes, int64_t first, int64_t count, char *to) {
+    if (of->scales_sums && of->has_minima) {
+        look_up_words(1, of, codes, first, count, to);
+        return;
+    }
     if (of->scales_sums) {
-        look_up_words(of, codes, first, count, to);
+        look_up_words(0, of, codes, first, count, to);
         return;
     }
     switch (of->form) {
@@ -147,22 +160,44 @@ static void pack_group_values(float *to, int64_t column, const float *row, int64
     for (int64_t group = 0; group < num_groups; group++) to[group * PANEL + column] = row[group] * factor;
 }
 
-/* Whether the groups of codes of 4 bits are symmetric and of whole steps of a sum, and so large that to scale their
- * sums takes less time than to scale weights. */
-static int sums_can_be_scaled(const coded_weight *from, int64_t form) {
-    const int has_whole_steps = from->group % inputs_per_step(FORM_FLOAT32) == 0 && from->group >= LEAST_SCALED;
-    return has_words(form) && from->minima == NULL && from->group_of == NULL &&
-           (has_whole_steps || from->num_groups == 1);
+/* The code that stands for zero, if minima are such that one does; else -1. */
+static int zero_point_of(float scale, float minimum) {
+    const float zero = minimum == 0.0f ? 0.0f : rintf(-minimum / scale);
+    return zero >= 0.0f && zero <= CODES_OF_TABLE && -zero * scale == minimum ? (int)zero : -1;
 }
 
-/* The instruction that looks codes up takes 5 bits, so the table stands there twice. */
-static void look_up_narrow_numbers(linear *to) {
-    for (int code = 0; code < 2 * CODES_OF_TABLE; code++) {
-        const int own = code % CODES_OF_TABLE;
-        const float number = to->form == FORM_TABLE4 ? to->table.numbers[own] : (float)(own - MIDDLE_OF_CODES4);
-        const half_ivec pairs = as_pairs(splat(number));
-        to->narrow[code] = (uint16_t)pairs[0];
+static int has_zero_points(const coded_weight *from, int64_t outputs) {
+    for (int64_t at = 0; at < outputs * from->num_groups; at++) {
+        if (zero_point_of(from->scales[at], from->minima[at]) < 0) return 0;
     }
+    return 1;
+}
+
+/* Whether the groups of codes of 4 bits have a zero and are of whole steps of a sum, and so large that to scale their
+ * sums takes less time than to scale weights. */
+static int sums_can_be_scaled(const coded_weight *from, int64_t outputs, int64_t form) {
+    const int has_whole_steps = from->group % inputs_per_step(FORM_FLOAT32) == 0 && from->group >= LEAST_SCALED;
+    if (!has_words(form) || from->group_of != NULL || (!has_whole_steps && from->num_groups > 1)) return 0;
+    return from->minima == NULL || (form == FORM_CODES4 && has_zero_points(from, outputs));
+}
+
+/* What is looked up: with zero points, the distance from CODES_OF_TABLE; else what codes stand for, twice, since the
+ * instruction takes 5 bits. */
+static void write_narrow_numbers(linear *to) {
+    for (int place = 0; place < 2 * CODES_OF_TABLE; place++) {
+        const int code = place % CODES_OF_TABLE;
+        const float number = to->has_minima            ? (float)(place - CODES_OF_TABLE)
+                             : to->form == FORM_TABLE4 ? to->table.numbers[code]
+                                                       : (float)(code - MIDDLE_OF_CODES4);
+        const half_ivec pairs = as_pairs(splat(number));
+        to->narrow[place] = (uint16_t)pairs[0];
+    }
+}
+
+/* For each half of a word, what is added to a code so that zero has the place CODES_OF_TABLE. */
+static void pack_zeros(int32_t *to, int64_t column, const float *scales, const float *minima, int64_t num_groups) {
+    for (int64_t group = 0; group < num_groups; group++)
+        to[group * PANEL + column] = (CODES_OF_TABLE - zero_point_of(scales[group], minima[group])) * 0x10001;
 }
 
 linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs,
@@ -174,8 +209,8 @@ linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int
     made->has_minima = from->minima != NULL;
     made->table = table_of(from->table, 0);
     made->is_narrow = from->may_be_narrow && HAS_TILES;
-    made->scales_sums = made->is_narrow && sums_can_be_scaled(from, form);
-    if (made->scales_sums) look_up_narrow_numbers(made);
+    made->scales_sums = made->is_narrow && sums_can_be_scaled(from, outputs, form);
+    if (made->scales_sums) write_narrow_numbers(made);
     if (from->group_of != NULL) {
         made->group_of = stream_alloc(inputs * 4);
         if (made->group_of == NULL) {
@@ -196,8 +231,12 @@ linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int
             pack_codes(made, (uint8_t *)start, column, from->codes + output * inputs);
             pack_group_values(scales, column, from->scales + output * groups, groups,
                               form == FORM_FP8 ? FP8_FACTOR : 1.0f);
-            if (made->has_minima)
-                pack_group_values(scales + groups * PANEL, column, from->minima + output * groups, groups, 1.0f);
+            const float *minima = made->has_minima ? from->minima + output * groups : NULL;
+            if (made->scales_sums && minima != NULL)
+                pack_zeros((int32_t *)(scales + groups * PANEL), column, from->scales + output * groups, minima,
+                           groups);
+            else if (minima != NULL)
+                pack_group_values(scales + groups * PANEL, column, minima, groups, 1.0f);
         }
     }
     return made;

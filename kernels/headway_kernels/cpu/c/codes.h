@@ -56,6 +56,11 @@ static inline const float *scales_of(const linear *of, const char *codes) {
     return (const float *)(codes + bytes_of_codes(of));
 }
 
+/* Where sums are scaled, zero points stand in place of minima. */
+static inline const int32_t *zeros_of(const linear *of, const char *codes) {
+    return (const int32_t *)(scales_of(of, codes) + of->num_groups * PANEL);
+}
+
 /* The values of the group whose scales are at `scales`. */
 INLINE group_values values_at(const int64_t form, const linear *of, const float *scales) {
     const float *minima = scales + of->num_groups * PANEL;

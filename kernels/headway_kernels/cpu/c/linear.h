@@ -58,7 +58,7 @@ typedef struct {
     int64_t num_digits;      /* BLOCKS: of an input, see blocks.h */
     int64_t is_narrow;       /* codes: they and their inputs are rounded to bfloat16 where they are multiplied */
     int64_t scales_sums;     /* narrow codes: sums of a group are scaled, not weights */
-    uint16_t narrow[2 * CODES_OF_TABLE]; /* then what codes stand for, as bfloat16s, twice */
+    uint16_t narrow[2 * CODES_OF_TABLE]; /* then what codes are looked up as, bfloat16s */
     int32_t *group_of;                   /* [inputs], or NULL: groups are consecutive */
     code_table table;                    /* TABLE4; BLOCKS: with what the instruction wants added */
 } linear;
