@@ -5,9 +5,11 @@
  * float32 (Henry, Tang & Heinecke 2019, arXiv 1904.06376). The three smallest, together below 2^-22 of the product, are
  * left out. This leaves six instructions on a unit that is sixteen times as fast as the vector unit. Weights are split
  * panel by panel, in the cache, so memory is read no more than without. 8-bit and bfloat16 weights need no split.
- * Inputs that are rounded to bfloat16 are one part: one instruction in place of three.
+ * Inputs that are rounded to bfloat16 are one part: one instruction in place of three. Narrow codes are rounded so,
+ * too: their weights, or, where sums of groups are scaled, the numbers that codes are looked up as.
  *
- * The order of the additions of an output depends only on the number of inputs, as everywhere in these kernels.
+ * The order of the additions of an output depends only on the number of inputs, and on their groups where sums of these
+ * are scaled, as everywhere in these kernels.
  *
  * The unit takes denormals as zeros and makes none: parts and products below 1.2e-38 are lost. A row with an infinity
  * gives NaN in all outputs, because infinity minus infinity is no number; the next normalisation would give NaN anyway.
@@ -33,9 +35,8 @@
 #define MOST_TILES 16
 #define LEAST_TILES 6
 #define FEW_TILES 2 /* of inputs: with so few, a product waits for memory */
-#define DEPTH                                                                                                          \
-    16 /* steps for which codes are widened at once, for several pairs of tiles: they stay in the L1 cache             \
-        */
+/* Steps for which codes are widened at once, for several pairs of tiles: they stay in the L1 cache. */
+#define DEPTH 16
 
 /* Tile registers: sums of two tiles of rows with both halves of a panel, two tiles of inputs, two of weights. */
 #define SUMS_LOW 0
