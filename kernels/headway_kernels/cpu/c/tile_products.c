@@ -17,7 +17,7 @@
 #define _GNU_SOURCE
 #include "adapters.h"
 #include "codes.h"
-#include "tile_registers.h"
+#include "tile_results.h"
 #include "whole_products.h"
 
 #if HAS_TILES
@@ -27,7 +27,6 @@
 #include <unistd.h>
 #endif
 
-#define PARTS 3 /* bfloat16s whose sum is a float32 */
 #define SPLIT_STEP (2 * PARTS * TILE_BYTES)
 #define SPLIT_STEPS 2         /* steps in memory: one in use, one in preparation */
 #define LINES_AHEAD 512       /* in the L2 cache */
@@ -57,33 +56,11 @@ static void shape_tiles(int64_t rows) {
     _tile_loadconfig(&shapes);
 }
 
-/* The parts of an input. */
-static int64_t parts_of(int64_t form) { return form == FORM_INT8 || form == FORM_PAIRS ? 1 : PARTS; }
-
-static int64_t packed_tile_bytes(int64_t inputs, int64_t form) {
-    return steps_of(inputs, form) * parts_of(form) * TILE_BYTES;
-}
-
 int64_t packed_bytes_whole(int64_t num_rows, int64_t inputs, int64_t form) {
     return tiles_of(num_rows) * packed_tile_bytes(inputs, form);
 }
 
 /* ---- inputs ---- */
-
-typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-
-/* Store the nearest bfloat16 of each value to `to`; return the remainder. */
-INLINE vec take_part(vec value, char *to) {
-    __m256i part = (__m256i)_mm512_cvtneps_pbh((__m512)value);
-    _mm256_storeu_si256((__m256i *)to, part);
-    return value - (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16);
-}
-
-/* LANES inputs of row `place` of a packed tile, from input `k` on. */
-INLINE void pack_parts(const int parts, char *tile, int64_t place, int64_t k, vec value) {
-    char *to = tile + k / (TILE_SIDE * PAIR) * parts * TILE_BYTES + place * LINE + k % (TILE_SIDE * PAIR) * 2;
-    for (int part = parts - 1; part >= 0; part--) value = take_part(value, to + part * TILE_BYTES);
-}
 
 INLINE void pack_float_row(const int parts, char *tile, int64_t place, const float *row, int64_t inputs, float factor,
                            const float *weight) {
@@ -165,83 +142,6 @@ INLINE void split_pairs(const float *weights, char *tiles, const int begin, cons
             _mm512_store_si512(to + 4 * TILE_BYTES, upper_halves(even, odd));
         }
     }
-}
-
-/* ---- results ---- */
-
-/* The sums of two tiles of rows, one behind the other, with both halves of a panel. */
-typedef struct {
-    _Alignas(LINE) char halves[2][2 * TILE_BYTES];
-} tile_sums;
-
-/* Rows [first, end) of all, whose sums are complete, those of tile `tile` and, from `middle` on, of the next. The
- * vector unit makes outputs of some of them, from `row` on, with each step of the next sums: it would be idle. */
-typedef struct {
-    const linear *with;
-    const packed_inputs *from;
-    const tile_sums *sums;
-    int64_t panel;
-    int64_t tile;
-    int64_t first;
-    int64_t middle;
-    int64_t end;
-    int64_t row;
-    int64_t rows_per_step;
-    enum epilogue epilogue;
-    float *out;
-    int64_t stride;
-} finishing;
-
-/* LANES outputs of row `row` of all: its sums, scaled if they are of 8-bit codes, and biased. */
-INLINE vec output_of(const int form, const packed_inputs *from, int64_t row, const char *sums, vec scale, vec bias) {
-    if (form != FORM_INT8) return load((const float *)sums) + bias;
-    vec sum = __builtin_convertvector(*(const unaligned_ivec *)sums - from->offsets[row], vec);
-    return sum * (scale * from->factors[row]) + bias;
-}
-
-/* Outputs of a gated product as inputs of the next product; behind the last ones the rest of the step is zeros. */
-INLINE void pack_gated(const int parts, const finishing *of, int64_t row, vec output) {
-    const int is_second = row >= of->middle;
-    const int64_t form = parts == 1 ? FORM_PAIRS : FORM_FLOAT32, place = row - (is_second ? of->middle : of->first);
-    char *packed = (char *)of->out + (of->tile + is_second) * packed_tile_bytes(of->stride, form);
-    pack_parts(parts, packed, place, of->panel * LANES, output);
-    const int64_t end = (of->panel + 1) * LANES;
-    if (of->panel + 1 == of->with->num_panels && end % inputs_per_step(form) != 0)
-        pack_parts(parts, packed, place, end, (vec){0});
-}
-
-INLINE void finish_rows_of(const int form, const finishing *of, int64_t end) {
-    const linear *with = of->with;
-    const packed_inputs *from = of->from;
-    const int64_t panel = of->panel, column = panel * (of->epilogue == GATED ? LANES : PANEL);
-    const vec low_bias = load(with->bias + panel * PANEL), high_bias = load(with->bias + panel * PANEL + LANES);
-    const vec low_scale = load(with->scales + panel * PANEL), high_scale = load(with->scales + panel * PANEL + LANES);
-    for (int64_t row = of->row; row < end; row++) {
-        const int64_t at = (row - of->first) * LINE;
-        vec low = output_of(form, from, row, of->sums->halves[0] + at, low_scale, low_bias);
-        vec high = output_of(form, from, row, of->sums->halves[1] + at, high_scale, high_bias);
-        if (from->added != NULL) add_low_rank(from->added, row, panel, &low, &high);
-        if (of->epilogue == GATED_PACKED)
-            pack_gated(PARTS, of, row, silu(low) * high);
-        else if (of->epilogue == GATED_PAIRS)
-            pack_gated(1, of, row, silu(low) * high);
-        else
-            finish_row(of->epilogue, low, high, of->out + row * of->stride + column);
-    }
-}
-
-/* Apart, since several loops come here. */
-static APART void finish_rows(finishing *of, int64_t count) {
-    const int64_t end = of->row + count < of->end ? of->row + count : of->end;
-    if (of->with->form == FORM_INT8)
-        finish_rows_of(FORM_INT8, of, end);
-    else
-        finish_rows_of(FORM_FLOAT32, of, end);
-    of->row = end;
-}
-
-INLINE void finish_some(finishing *of) {
-    if (of->row < of->end) finish_rows(of, of->rows_per_step);
 }
 
 /* ---- sums ---- */
