@@ -150,6 +150,10 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[s
             {"options": {"activations": "int8"}},
             "activations 'int8' is not allowed for an encoder; allowed: auto, exact",
         ),
+        (
+            {"options": {"activations": "bfloat16"}},
+            "activations 'bfloat16' is not allowed for an encoder; allowed: auto, exact",
+        ),
         ({"max_model_len": CONTEXT + 1}, f"max_model_len {CONTEXT + 1} is not allowed; allowed: 1 to"),
         ({"num_kv_blocks": 3}, "num_kv_blocks 3 is not allowed"),
         ({"dtype": "int4"}, "dtype 'int4' is not allowed"),

@@ -506,6 +506,10 @@ def test_nan_in_one_row_stays_there(llama):
             "activations 'int8' needs the CPU kernels: .*; allowed here: auto, exact",
         ),
         (
+            {"options": {"kernels": "eager", "activations": "bfloat16"}},
+            "activations 'bfloat16' needs the CPU kernels: .*; allowed here: auto, exact",
+        ),
+        (
             {"options": {"activations": "int4"}},
             "activations 'int4' is not allowed; allowed: auto, bfloat16, exact, int8",
         ),

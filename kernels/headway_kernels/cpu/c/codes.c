@@ -103,8 +103,8 @@ INLINE void widen_pairs_of_form(const int form, const linear *of, const char *co
     }
 }
 
-/* Numbers of the codes of words, all of one group. With zero points, a code is looked up as far from its own as it is.
- */
+/* Numbers of the codes of words, all of one group. Where groups have zero points, the number of a code is its distance
+ * from the zero of its group. */
 INLINE void look_up_words(const int has_zeros, const linear *of, const char *codes, int64_t first, int64_t count,
                           char *to) {
     const __m512i numbers = _mm512_loadu_si512(of->narrow), lowest = _mm512_set1_epi16(15);
@@ -127,12 +127,11 @@ INLINE void look_up_words(const int has_zeros, const linear *of, const char *cod
 }
 
 void widen_to_pairs(const linear *of, const char *codes, int64_t first, int64_t count, char *to) {
-    if (of->scales_sums && of->has_minima) {
-        look_up_words(1, of, codes, first, count, to);
-        return;
-    }
     if (of->scales_sums) {
-        look_up_words(0, of, codes, first, count, to);
+        if (of->has_minima)
+            look_up_words(1, of, codes, first, count, to);
+        else
+            look_up_words(0, of, codes, first, count, to);
         return;
     }
     switch (of->form) {

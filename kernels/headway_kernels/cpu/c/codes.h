@@ -4,8 +4,9 @@
  * Must not know: how a product multiplies, or which format a checkpoint had.
  *
  * A weight is code * scale + minimum, rounded once. Codes of 8 bits are stored input after input. Of codes of 4 bits, a
- * word of 32 bits holds WORD inputs of one output, the first in its lowest bits: shifts and masks alone take them
- * apart. On the vector unit, a product has the bits of one with the same weights in float32.
+ * word of 32 bits holds WORD inputs of one output, the first in its lowest bits (see `place_in_word` for the
+ * exception): shifts and masks alone take them apart. On the vector unit, a product has the bits of one with the same
+ * weights in float32.
  */
 #ifndef HEADWAY_CODES_H
 #define HEADWAY_CODES_H
@@ -153,7 +154,7 @@ linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int
 void widen(const linear *of, const char *codes, int64_t first, int64_t count, float *to);
 
 /* The same for pairs of inputs, as the nearest bfloat16s: [count / PAIR, PANEL], a pair side by side. Where sums are
- * scaled, weights are not. */
+ * scaled: numbers that the scales still have to multiply, of inputs of one group. */
 void widen_to_pairs(const linear *of, const char *codes, int64_t first, int64_t count, char *to);
 
 #endif

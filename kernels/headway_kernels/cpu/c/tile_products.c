@@ -332,18 +332,17 @@ INLINE void sum_scaled_codes(const int both, const factors *of, fetching *ahead,
         number++, end += per_group;
     }
     add_group(of->num_rows, &groups[(number - 1) % 2], scales + (number - 1) * PANEL, of->sums);
-    finish_rows(before, before->end - before->row);
 }
 
-/* The sums of two tiles, or one, with those of former steps if there are some; `before` is finished meanwhile. */
+/* The sums of two tiles, or one, with those of former steps if there are some; `before` is finished meanwhile. Scaled
+ * sums are added in memory, all others in registers. */
 INLINE void sum_tiles(const int both, int64_t form, const factors *of, int has_sums, fetching *ahead,
                       finishing *before) {
-    if (of->coded != NULL && of->coded->scales_sums) {
+    const int in_memory = of->coded != NULL && of->coded->scales_sums;
+    if (!in_memory) load_sums(both, of->rows_of_first, has_sums ? of->sums : NULL);
+    if (in_memory)
         sum_scaled_codes(both, of, ahead, before);
-        return;
-    }
-    load_sums(both, of->rows_of_first, has_sums ? of->sums : NULL);
-    if (of->coded != NULL && of->coded->is_narrow)
+    else if (of->coded != NULL && of->coded->is_narrow)
         sum_narrow_codes(both, of, ahead, before);
     else if (form == FORM_INT8)
         sum_unsplit(both, FORM_INT8, 1, of, ahead, before);
@@ -354,7 +353,7 @@ INLINE void sum_tiles(const int both, int64_t form, const factors *of, int has_s
     else
         sum_float32(both, of, ahead, before);
     finish_rows(before, before->end - before->row);
-    store_sums(both, of->rows_of_first, of->sums);
+    if (!in_memory) store_sums(both, of->rows_of_first, of->sums);
 }
 
 static void clear_sums(int64_t rows, tile_sums *sums) {

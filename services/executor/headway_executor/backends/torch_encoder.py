@@ -126,8 +126,11 @@ def _check(config: BackendConfig) -> None:
     ):
         if value != allowed:
             raise BackendConfigError(f"{field} {value!r} is not allowed for an encoder; allowed: {allowed}")
-    needing_codes = [("activations", value, "auto, exact") for value in ("bfloat16", "int8")]
-    for name, value, allowed in (("kernels", "compiled", "auto, eager"), *needing_codes):
+    for name, value, allowed in (
+        ("kernels", "compiled", "auto, eager"),
+        ("activations", "bfloat16", "auto, exact"),
+        ("activations", "int8", "auto, exact"),
+    ):
         if option_of(config, TORCH, name) == value:
             raise BackendConfigError(
                 f"backend_options {name} {value!r} is not allowed for an encoder; allowed: {allowed}"
