@@ -38,7 +38,7 @@ BESIDE := $(filter-out $(ALONE),$(patsubst %/,%,$(wildcard tests/*/)))
 say = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels core demo test deep chaos sanitize soak lint format stubs flags lock docs release-check bench gpu-check clean
+.PHONY: help setup kernels core demo test deep chaos sanitize emulate soak lint format stubs flags lock docs release-check bench gpu-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,7 +86,7 @@ $(COMPILED): $(C_SOURCES) $(CORE_SOURCES) $(BUILDERS) requirements/dev.lock | $(
 	@touch $@
 
 # What the C compiler makes of its own library is kept for its next run: the tests compile too.
-kernels core test deep sanitize: export ZIG_GLOBAL_CACHE_DIR ?= $(abspath $(VENV))/zig
+kernels core test deep sanitize emulate: export ZIG_GLOBAL_CACHE_DIR ?= $(abspath $(VENV))/zig
 
 # Runs every time, since it takes a tenth of a second where nothing has changed: a library says what it was made of.
 # By path, so that nothing of the package is imported; -P, so that no file beside it passes for a standard module.
@@ -124,6 +124,10 @@ sanitize: kernels  ## the C kernels under sanitizers of addresses, undefined beh
 	$(say) 'sanitizers'
 	@$(BIN)/python tools/sanitize.py $(ARGS)
 
+emulate: kernels  ## the tests of the AMX kernels on a processor without AMX, if it has AVX512_BF16 (a minute)
+	$(say) 'AMX, emulated'
+	@$(BIN)/python tools/emulate_tiles.py $(ARGS)
+
 soak: $(READY) core  ## new schedules of faults until interrupted; ARGS="--minutes N" for so long
 	@PYTHONPATH=tests $(BIN)/python -m simulation.soak $(ARGS)
 
@@ -133,7 +137,7 @@ lint: $(READY)  ## ruff, clang-format, mypy, import contracts, links of the docu
 	$(say) 'ruff format --check'
 	@$(BIN)/ruff format --check
 	$(say) 'clang-format'
-	@$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
+	@$(BIN)/clang-format --dry-run --Werror $(C_SOURCES) tools/*.h
 	$(say) 'mypy'
 	@$(BIN)/mypy
 	$(say) 'import contracts'
@@ -144,7 +148,7 @@ lint: $(READY)  ## ruff, clang-format, mypy, import contracts, links of the docu
 format: $(READY)  ## let ruff and clang-format fix and format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
-	@$(BIN)/clang-format -i $(C_SOURCES)
+	@$(BIN)/clang-format -i $(C_SOURCES) tools/*.h
 
 stubs: $(READY)  ## generate the protobuf and gRPC stubs from the .proto files
 	@$(BIN)/python tools/generate_stubs.py

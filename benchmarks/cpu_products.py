@@ -74,6 +74,7 @@ FORMS = {
     "int8-exact": Form(WeightForm.FLOAT32, 1, drawn(CodeForm.CODES8, 0)),
     "w4a16-64": Form(WeightForm.FLOAT32, 9 / 16, drawn(CodeForm.CODES4, 64)),
     "w4a16-128": Form(WeightForm.FLOAT32, 17 / 32, drawn(CodeForm.CODES4, 128)),
+    "awq-128": Form(WeightForm.FLOAT32, 9 / 16, drawn(CodeForm.CODES4, 128, has_minima=True)),
     "q4_k-exact": Form(WeightForm.FLOAT32, 3 / 4, drawn(CodeForm.CODES4, 32, has_minima=True)),
     "q6_k-exact": Form(WeightForm.FLOAT32, 5 / 4, drawn(CodeForm.CODES8, 16)),
     "q2_k-exact": Form(WeightForm.FLOAT32, 1, drawn(CodeForm.CODES4, 16, has_minima=True)),
@@ -83,7 +84,8 @@ FORMS = {
     "mxfp4": Form(WeightForm.FLOAT32, 5 / 8, drawn(CodeForm.TABLE4, 32)),
 }
 FORMS |= {
-    f"{name}-rounded": replace(FORMS[name], is_narrow=True) for name in ("int4-exact", "w4a16-128", "fp8", "mxfp4")
+    f"{name}-rounded": replace(FORMS[name], is_narrow=True)
+    for name in ("int4-exact", "w4a16-128", "awq-128", "fp8", "mxfp4")
 }
 """With "exact", and from w4a16 on, inputs stay float32: codes are widened, or inputs cut into digits. With "rounded", inputs are
 rounded to bfloat16, and so is what codes stand for, where the processor has something for that."""

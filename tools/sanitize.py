@@ -7,7 +7,7 @@ Owns: a sanitized copy of the kernels' package, and the runs against it. Must no
 
 ``memory`` runs the kernels' tests under the sanitizers of addresses and of undefined behaviour, ``serve`` an executor
 behind a scheduler and a gateway, ``threads`` the tests under the sanitizer of threads. Each first has to find a planted
-fault. The end names the variants that this processor cannot run.
+fault. A matrix unit is emulated where the processor lacks it and nothing else. The end names the variants that cannot run.
 
 The build's own compiler calls the runtimes of gcc's sanitizers, which are loaded before Python.
 """
@@ -26,6 +26,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from emulate_tiles import TESTS, admit, can_be_emulated, emulated
+
 from headway_kernels.cpu import build
 from headway_kernels.cpu.library import runs_here
 from headway_proto.wording import one_line
@@ -33,11 +35,6 @@ from headway_proto.wording import one_line
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = "tests/kernels/test_cpu_kernels.py"
 ADAPTERS = "tests/unit/executor/test_adapters.py"
-TESTS = (
-    KERNELS,
-    *(f"tests/kernels/test_{what}.py" for what in ("cpu_blocks", "cpu_codes", "cpu_ranks", "experts")),
-    ADAPTERS,
-)
 MODEL = ROOT / "services" / "launcher" / "headway" / "demo_model"
 MOST_S = 1800.0
 SERVED_PROMPTS = 12
@@ -151,10 +148,14 @@ class Sanitized:
         version = build.compiler_version()
         options = (*SLOW, *self._sanitizer.options)
         for variant in build.variants_here():
-            if not runs_here(build.LIBRARIES / variant.library):
+            runs = runs_here(build.LIBRARIES / variant.library)
+            if not runs and not can_be_emulated(variant):
                 self.lacking.append(variant.name)
                 continue
-            slow = replace(variant, options=(*variant.options, *options))
+            if not runs:
+                admit(destination.parent)
+            basis = variant if runs else emulated(variant)
+            slow = replace(basis, options=(*basis.options, *options))
             work = self._directory / "build"
             work.mkdir(exist_ok=True)
             say(f"  compiling {variant.library} with {' '.join(self._sanitizer.options)}")

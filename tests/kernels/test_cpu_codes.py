@@ -90,17 +90,21 @@ def test_a_product_is_as_exact_as_one_with_the_widened_weights(library, form, ga
         assert torch.equal(one, found), "a row's bits depend on the number of rows"
 
 
-def narrow(weight):
-    """The weights as the matrix unit may round them: the nearest bfloat16s; of two that are as near, those farther from zero.
+def narrow(library, weight):
+    """The weights as they may be rounded where pairs of bfloat16s are multiplied.
 
-    Of codes of 4 bits in large groups with a zero, sums are scaled; so only the numbers of a table are rounded.
+    They are the nearest bfloat16s; of two that are as near, those farther from zero.
+
+    Of codes of 4 bits or floats of 8 bits in large groups with a zero, sums are scaled; so only the numbers of a table are
+    rounded.
     """
-    has_whole_steps = weight.scales.shape[1] == 1 or (weight.group >= 64 and weight.group % 32 == 0)
+    least_scaled = 64 if library.variant == "amx" else 32
+    has_whole_steps = weight.scales.shape[1] == 1 or (weight.group >= least_scaled and weight.group % 32 == 0)
     has_zero = weight.minima is None
-    if weight.minima is not None and weight.table is None:
+    if weight.minima is not None and weight.form is CodeForm.CODES4:
         zeros = (-weight.minima / weight.scales).round()
         has_zero = torch.equal(-zeros * weight.scales, weight.minima)
-    if CODE_DTYPES[weight.form] is torch.uint8 and weight.group_of is None and has_zero and has_whole_steps:
+    if weight.form is not CodeForm.CODES8 and weight.group_of is None and has_zero and has_whole_steps:
         if weight.table is None:
             return weight.float()
         return replace(weight, table=tuple(torch.tensor(weight.table).bfloat16().tolist())).float()
@@ -108,8 +112,8 @@ def narrow(weight):
 
 
 @pytest.mark.parametrize("form", CodeForm)
-def test_a_matrix_unit_may_round_codes_and_inputs_to_bfloat16(library, form):
-    """No other variant does, since it would gain nothing; a row's bits stay those it has alone."""
+def test_codes_and_inputs_may_be_rounded_to_bfloat16_where_pairs_are_multiplied(library, form):
+    """Elsewhere, and where digits are faster, they are not; a row's bits stay those it has alone."""
     team = Team(library, 2)
     kinds = ("symmetric", "minima", "zero points", "scattered")
     shapes = (
@@ -131,13 +135,44 @@ def test_a_matrix_unit_may_round_codes_and_inputs_to_bfloat16(library, form):
         for count in (1, 13, 40, 300):
             rows = torch.randn(count, inputs, generator=torch.Generator().manual_seed(count))
             found = product(team, rows)
-            if library.variant == "amx":
-                sums = rows.bfloat16().double() @ narrow(weight).double().t() + 1
+            if library.multiplies_pairs and not isinstance(product.form, BlockForm):
+                sums = rows.bfloat16().double() @ narrow(library, weight).double().t() + 1
                 assert (found - sums).abs().max() <= 1e-6 * (1 + most_of_an_output(rows, weight, gated=False))
             else:
                 assert torch.equal(found, PackedLinear(library, weight, torch.ones(outputs))(team, rows))
             alone = [product(team, rows[i : i + 1].contiguous()) for i in range(0, count, 7)]
             assert torch.equal(torch.cat(alone), found[::7])
+
+
+@pytest.mark.parametrize("form", [CodeForm.CODES4, CodeForm.FP8])
+def test_rounding_to_bfloat16_leaves_numbers_that_it_holds(library, form):
+    """Each code, also those of 8-bit floats that have no exponent, is multiplied with each place of a row."""
+    team, inputs = Team(library, 2), 64
+    codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(inputs).view(256, inputs)
+    codes = codes % 16 if form is CodeForm.CODES4 else codes[(codes[:, 0] & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
+    scales = torch.linspace(0.5, 2, len(codes))[:, None].bfloat16().float().contiguous()
+    weight = CodedWeight(form, codes.contiguous(), scales, inputs)
+    found = PackedLinear(library, weight, None, may_be_narrow=True)(team, torch.eye(inputs))
+    assert torch.equal(found, weight.float().t())
+
+
+@pytest.mark.parametrize("form", CodeForm)
+@pytest.mark.parametrize("count", [1, 9, 30, 100])
+def test_a_gated_product_may_round_codes_to_bfloat16(library, form, count):
+    """The inputs are normalised before they are rounded."""
+    team, inputs, draw = Team(library, 2), 320, torch.Generator().manual_seed(count)
+    weight = drawn(form, 70, inputs, 64)
+    rows, norm = torch.randn(count, inputs, generator=draw), torch.rand(inputs, generator=draw)
+    product = PackedLinear(library, weight, None, gated=True, may_be_narrow=True)
+    found = product(team, rows, norm, 1e-5)
+    if not library.multiplies_pairs or isinstance(product.form, BlockForm):
+        assert torch.equal(found, PackedLinear(library, weight, None, gated=True)(team, rows, norm, 1e-5))
+        return
+    normed = rows * (rows.square().mean(dim=1, keepdim=True) + 1e-5).rsqrt() * norm
+    gates, ups = (normed.double() @ narrow(library, weight).double().t()).split(35, dim=1)
+    expected = torch.nn.functional.silu(gates) * ups
+    assert (found - expected).abs().max() <= 0.004 * most_of_an_output(rows, weight, gated=True)
+    assert torch.equal(product(team, rows[-1:].contiguous(), norm, 1e-5), found[-1:])
 
 
 @pytest.mark.parametrize("gated", [False, True])

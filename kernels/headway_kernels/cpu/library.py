@@ -111,6 +111,7 @@ def _declared(functions: ctypes.CDLL) -> Any:
         "logits_stride": (integer, (integer,)),
         "linear_new": (pointer, (pointer, integer, pointer, integer, integer, integer, integer)),
         "linear_of_codes": (pointer, (pointer, pointer, integer, integer, integer, integer)),
+        "sums_can_be_scaled": (ctypes.c_int, (pointer, integer, integer)),
         "round_to_4_bits": (None, (pointer, integer, integer, integer, pointer, pointer)),
         "linear_free": (None, (pointer,)),
         "linears_join": (None, (pointer, integer)),
@@ -193,7 +194,7 @@ class _CodedStruct(ctypes.Structure):
         ("group", ctypes.c_int64),
         ("num_groups", ctypes.c_int64),
         ("rounds_inputs", ctypes.c_int64),
-        ("may_be_narrow", ctypes.c_int64),
+        ("is_narrow", ctypes.c_int64),
         ("table", ctypes.c_float * 16),
     )
 
@@ -241,8 +242,8 @@ class PackedLinear:
         rest = (address(wide_bias), self.outputs, self.inputs)
         if isinstance(weight, CodedWeight):
             kept = weight.contiguous()
-            struct = _coded_struct(kept, may_be_narrow=may_be_narrow)
-            self.form = _held_form(library, kept)
+            struct = _coded_struct(kept, is_narrow=may_be_narrow and library.multiplies_pairs)
+            self.form = _held_form(library, kept, struct)
             handle = library.functions.headway_linear_of_codes(ctypes.byref(struct), *rest, int(self.form), int(gated))
         else:
             self.form = form
@@ -328,15 +329,23 @@ def _addresses_of_rows(matrix: StackedRows) -> Tensor:
     )
 
 
-def _held_form(library: CpuLibrary, weight: CodedWeight) -> IntEnum:
+def _held_form(library: CpuLibrary, weight: CodedWeight, struct: _CodedStruct) -> IntEnum:
     if weight.is_for_int8:
         return WeightForm.INT8
-    if weight.has_blocks and (weight.rounds_inputs or library.multiplies_digits):
+    uses_digits = library.multiplies_digits and not _takes_pairs(library, weight, struct)
+    if weight.has_blocks and (weight.rounds_inputs or uses_digits):
         return BlockForm[weight.form.name]
     return weight.form
 
 
-def _coded_struct(weight: CodedWeight, *, may_be_narrow: bool) -> _CodedStruct:
+def _takes_pairs(library: CpuLibrary, weight: CodedWeight, struct: _CodedStruct) -> bool:
+    """Whether codes are rounded to bfloat16 in place of digits: not if each weight would have to be scaled first."""
+    if not struct.is_narrow:
+        return False
+    return bool(library.functions.headway_sums_can_be_scaled(ctypes.byref(struct), weight.shape[0], int(weight.form)))
+
+
+def _coded_struct(weight: CodedWeight, *, is_narrow: bool) -> _CodedStruct:
     return _CodedStruct(
         codes=weight.codes.data_ptr(),
         scales=weight.scales.data_ptr(),
@@ -345,7 +354,7 @@ def _coded_struct(weight: CodedWeight, *, may_be_narrow: bool) -> _CodedStruct:
         group=weight.group,
         num_groups=weight.scales.shape[1],
         rounds_inputs=weight.rounds_inputs,
-        may_be_narrow=may_be_narrow,
+        is_narrow=is_narrow,
         table=weight.table or (),
     )
 

@@ -58,13 +58,17 @@ void add_low_rank(const added_rows *of, int64_t row, int64_t panel, vec *low, ve
 
 #define MOST_ROWS_FETCHED 32
 
-/* Fetch into the cache what `num_rows` rows from `first` on add to a panel, if it is one of this product: each may
- * bring its own from memory. */
-INLINE void fetch_additions(const added_rows *of, const linear *with, int64_t panel, int64_t first, int64_t num_rows) {
-    if (num_rows > MOST_ROWS_FETCHED || panel < 0 || panel >= with->num_panels) return;
+/* Fetch into the cache what the rows of tiles [first_tile, end_tile) add to the panel at `next`, if it is one of this
+ * product: each may bring its own from memory. */
+INLINE void fetch_additions(const packed_inputs *from, const linear *with, const char *next, int64_t first_tile,
+                            int64_t end_tile) {
+    if (from->added == NULL) return;
+    const int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows), panel = panel_number(with, next);
+    const int64_t end_row = tile_start(end_tile, from->num_tiles, from->num_rows);
+    if (end_row - first > MOST_ROWS_FETCHED || panel < 0 || panel >= with->num_panels) return;
     const low_rank *last = NULL;
-    for (int64_t row = first; row < first + num_rows; row++) {
-        const low_rank *addition = of->additions[row];
+    for (int64_t row = first; row < end_row; row++) {
+        const low_rank *addition = from->added->additions[row];
         if (addition == NULL || addition == last) continue;
         const rank_span *span = &addition->spans[2 * panel];
         const int64_t size = addition->is_bfloat16 ? 2 : 4, end = (span[1].at + span[1].count * LANES) * size;

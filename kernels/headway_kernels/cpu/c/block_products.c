@@ -362,8 +362,7 @@ void multiply_in_blocks(const linear *with, const packed_inputs *from, int64_t p
     const int64_t end_row = tile_start(end_tile, from->num_tiles, from->num_rows);
     int64_t num_parts = 0;
     vec sums[MOST_TILES * INPUT_ROWS][2];
-    if (from->added != NULL)
-        fetch_additions(from->added, with, panel_number(with, next), first_row, end_row - first_row);
+    fetch_additions(from, with, next, first_tile, end_tile);
     const float spared = with->num_digits > 1 ? 1.0f / (1 << SPARED_BITS) : 1.0f;
     const vec low_bias = load(with->bias + panel * PANEL) * spared;
     const vec high_bias = load(with->bias + panel * PANEL + LANES) * spared;

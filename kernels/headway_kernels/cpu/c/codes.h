@@ -14,6 +14,7 @@
 #include "linear.h"
 
 #define GROUPS_AHEAD 8 /* whose scales are fetched */
+#define CODES_AHEAD 24 /* lines of codes that are fetched */
 #define WORD 8         /* codes of 4 bits in a word */
 #define FP8_FACTOR 256.0f
 
@@ -47,10 +48,19 @@ static inline int64_t place_in_word(const linear *of, int64_t k) {
     return of->scales_sums ? k % PAIR * (WORD / PAIR) + k % WORD / PAIR : k % WORD;
 }
 
+/* The place of input `k` of an output among codes of 8 bits: where sums are scaled, pairs lie side by side. */
+static inline int64_t place_of_byte(const linear *of, int64_t k, int64_t column) {
+    return of->scales_sums ? (k / PAIR * PANEL + column) * PAIR + k % PAIR : k * PANEL + column;
+}
+
 static inline int64_t bytes_of_codes(const linear *of) {
-    const int64_t padded = steps_of(of->inputs, FORM_FLOAT32) * inputs_per_step(FORM_FLOAT32);
+    const int64_t form = of->is_narrow ? FORM_PAIRS : FORM_FLOAT32;
+    const int64_t padded = steps_of(of->inputs, form) * inputs_per_step(form);
     return has_words(of->form) ? (padded + WORD - 1) / WORD * PANEL * 4 : padded * PANEL;
 }
+
+/* The group of input `k`, where consecutive inputs are one. */
+static inline int64_t group_number(const linear *of, int64_t k) { return of->num_groups == 1 ? 0 : k / of->group; }
 
 /* Of the first group of the panel at `codes`; those of the next one follow, then, after all scales, minima. */
 static inline const float *scales_of(const linear *of, const char *codes) {
@@ -146,15 +156,21 @@ INLINE int is_word(const int form, const coded_run *of, int64_t k) {
     return has_words(form) && k % WORD == 0 && k + WORD <= of->end;
 }
 
+/* Fetch codes that are widened soon, while those of `count` inputs from `k` on are. */
+INLINE void fetch_codes(const int form, const char *codes, int64_t k, const int count) {
+    const char *ahead = codes + (has_words(form) ? k / WORD * PANEL * 4 : k * PANEL) + CODES_AHEAD * LINE;
+    for (int at = 0; at < (has_words(form) ? PANEL * 4 : count * PANEL); at += LINE) __builtin_prefetch(ahead + at);
+}
+
+/* Whether groups of codes of 4 bits with a zero, or of 8-bit floats, are of whole steps of a sum of pairs, and so large
+ * that to scale their sums takes less time than to scale weights. */
+int sums_can_be_scaled(const coded_weight *from, int64_t outputs, int64_t form);
+
 /* Codes packed into panels, whose weights are widened where they are multiplied; see `linear_of_codes`. */
 linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs,
                                 int64_t form, int64_t gated);
 
 /* The weights of `count` inputs of the panel at `codes`, from input `first` on, as float32: [count, PANEL]. */
 void widen(const linear *of, const char *codes, int64_t first, int64_t count, float *to);
-
-/* The same for pairs of inputs, as the nearest bfloat16s: [count / PAIR, PANEL], a pair side by side. Where sums are
- * scaled: numbers that the scales still have to multiply, of inputs of one group. */
-void widen_to_pairs(const linear *of, const char *codes, int64_t first, int64_t count, char *to);
 
 #endif

@@ -1,5 +1,6 @@
 #include "exports.h"
 
+#include "codes.h"
 #include "packing.h"
 #include "rounding.h"
 #include "whole_products.h"
@@ -22,6 +23,9 @@ linear *headway_linear_new(const void *const *rows, int64_t is_narrow, const flo
 linear *headway_linear_of_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs,
                                 int64_t form, int64_t gated) {
     return linear_of_codes(from, bias, outputs, inputs, form, gated);
+}
+int headway_sums_can_be_scaled(const coded_weight *from, int64_t outputs, int64_t form) {
+    return sums_can_be_scaled(from, outputs, form);
 }
 void headway_round_to_4_bits(const void *const *rows, int64_t is_narrow, int64_t outputs, int64_t inputs,
                              uint8_t *codes, float *scales) {

@@ -20,6 +20,7 @@ EXPORT linear *headway_linear_new(const void *const *rows, int64_t is_narrow, co
                                   int64_t inputs, int64_t form, int64_t gated);
 EXPORT linear *headway_linear_of_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs,
                                        int64_t form, int64_t gated);
+EXPORT int headway_sums_can_be_scaled(const coded_weight *from, int64_t outputs, int64_t form);
 /* See rounding.h. */
 EXPORT void headway_round_to_4_bits(const void *const *rows, int64_t is_narrow, int64_t outputs, int64_t inputs,
                                     uint8_t *codes, float *scales);

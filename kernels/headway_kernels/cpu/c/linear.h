@@ -17,6 +17,7 @@
 #define PANEL (2 * LANES)
 #define MIDDLE_OF_CODES4 8 /* stands for zero without minima */
 #define QUAD 4             /* inputs that one 8-bit instruction takes */
+#define INPUTS_OF_PAIRS 32 /* that a tile of rows holds side by side, as pairs */
 #define PAIR 2 /* bfloat16 weights of an output that a panel holds side by side (8-bit weights: QUAD of them) */
 
 /* The forms of weights. BFLOAT16 is for float32 weights that bfloat16 holds exactly, as in many checkpoints: half
@@ -65,8 +66,9 @@ typedef struct {
 
 /* A weight as codes, one per byte, [outputs, inputs]: each stands for code * scale + minimum. `scales` and `minima`
  * [outputs, num_groups]. `minima` NULL: 0, or -8 * scale with CODES4. `group_of` [inputs]: each input's group;
- * NULL: each `group` consecutive inputs are one. `rounds_inputs`: inputs may be rounded to 8 bits. `may_be_narrow`:
- * inputs and weights may be rounded to bfloat16. `table`: what the codes of TABLE4 stand for. */
+ * NULL: each `group` consecutive inputs are one. `rounds_inputs`: inputs may be rounded to 8 bits. `is_narrow`:
+ * inputs and weights are rounded to bfloat16; only where pairs are multiplied. `table`: what the codes of TABLE4 stand
+ * for. */
 typedef struct {
     const uint8_t *codes;
     const float *scales;
@@ -75,7 +77,7 @@ typedef struct {
     int64_t group;
     int64_t num_groups;
     int64_t rounds_inputs;
-    int64_t may_be_narrow;
+    int64_t is_narrow;
     float table[CODES_OF_TABLE];
 } coded_weight;
 

@@ -16,7 +16,7 @@
  */
 #define _GNU_SOURCE
 #include "adapters.h"
-#include "codes.h"
+#include "narrow_codes.h"
 #include "tile_results.h"
 #include "whole_products.h"
 
@@ -387,11 +387,7 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     const int in_parts = with->scales_sums || (with->is_narrow && several); /* the former at the same places always */
     const int64_t num_parts = in_parts ? (num_steps + DEPTH - 1) / DEPTH : 1;
     fetching ahead = what_to_fetch(panel_at(with, panel), next, bytes, bytes / num_steps / LINE, end_tile - first_tile);
-    if (from->added != NULL) {
-        int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows);
-        fetch_additions(from->added, with, panel_number(with, next), first,
-                        tile_start(end_tile, from->num_tiles, from->num_rows) - first);
-    }
+    fetch_additions(from, with, next, first_tile, end_tile);
     _Alignas(LINE) char widened[DEPTH * 2 * TILE_BYTES];
     tile_sums sums[MOST_TILES / 2];
     finishing before = {.with = with,

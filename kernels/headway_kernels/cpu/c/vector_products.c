@@ -1,6 +1,7 @@
 /* Products on the vector unit: for all processors but those with a matrix unit (tile_products.c). */
-#include "adapters.h"
 #include "codes.h"
+#include "narrow_products.h"
+#include "vector_results.h"
 #include "vector_sums.h"
 #include "whole_products.h"
 
@@ -16,12 +17,6 @@
 #define MANY_DEPTH 768 /* with more tiles than FEW, or codes that are widened, the L2 cache will do */
 #define LEAST_GROUP 16 /* smaller ones are widened input by input, when several tiles share them */
 #define CODED_TILES (256 / TILE_ROWS + 1) /* more share codes than other weights: the first one widens them for all */
-
-/* Floats, pairs of bfloat16s, or quads of codes. */
-static int64_t packed_row_bytes(int64_t inputs, int64_t form) {
-    const int64_t count = form == FORM_INT8 || form == FORM_PAIRS ? steps_of(inputs, form) : inputs;
-    return (count + STRETCH - 1) / STRETCH * STRETCH * (form == FORM_INT8 ? QUAD * sizeof(code) : sizeof(float));
-}
 
 int64_t packed_bytes_whole(int64_t num_rows, int64_t inputs, int64_t form) {
     return num_rows * packed_row_bytes(inputs, form);
@@ -73,13 +68,10 @@ typedef union {
 } tile_sums;
 
 /* Steps of the sums of one tile with one panel. The weights of these steps are at `weights`, in `form`, which is
- * FLOAT32 for widened codes, too. With `widens`, codes are widened for other tiles, at `widened`. After the last step
- * the results go to `out`, the tile's first row at the panel's first column. */
+ * FLOAT32 for widened codes, too. With `widens`, codes are widened for other tiles, at `widened`. */
 typedef struct {
     const linear *with;
-    const packed_inputs *from;
-    int64_t first_row;
-    int64_t panel;
+    tile_results results; /* after the last step */
     int64_t form;
     const char *weights;
     range steps;
@@ -88,44 +80,16 @@ typedef struct {
     float *widened;
     group_values *values;
     tile_sums *kept;
-    enum epilogue epilogue;
-    float *out;
-    int64_t stride;
 } tile_task;
 
 static const void *tile_of(const tile_task *task, int64_t form) {
-    return (const char *)task->from->tiles + task->first_row * packed_row_bytes(task->with->inputs, form);
-}
-
-/* Apart, because a call between two rows would take the registers of the sums. */
-static void finish_adapted(const tile_task *task, int64_t rows) {
-    for (int64_t i = 0; i < rows; i++) {
-        vec low = task->kept->floats[i][0], high = task->kept->floats[i][1];
-        add_low_rank(task->from->added, task->first_row + i, task->panel, &low, &high);
-        finish_row(task->epilogue, low, high, task->out + i * task->stride);
-    }
-}
-
-/* The sums of a tile's rows are complete. */
-INLINE void finish_tile(const int rows, const tile_task *task, vec (*sums)[2]) {
-    if (task->from->added != NULL) {
-        tile_sums *kept = task->kept;
-        UNROLLED
-        for (int i = 0; i < rows; i++) kept->floats[i][0] = sums[i][0], kept->floats[i][1] = sums[i][1];
-        finish_adapted(task, rows);
-        return;
-    }
-    const enum epilogue epilogue = task->epilogue;
-    float *out = task->out;
-    const int64_t stride = task->stride;
-    UNROLLED
-    for (int i = 0; i < rows; i++) finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
+    return tile_at(task->results.from, task->results.first_row, form);
 }
 
 INLINE void multiply_int8(const int rows, const tile_task *task) {
     const linear *with = task->with;
-    const packed_inputs *from = task->from;
-    const int64_t first = task->first_row, panel = task->panel;
+    const packed_inputs *from = task->results.from;
+    const int64_t first = task->results.first_row, panel = task->results.panel;
     const range steps = task->steps;
     tile_sums *kept = task->kept;
     ivec sums[TILE_ROWS][2];
@@ -155,7 +119,7 @@ INLINE void multiply_int8(const int rows, const tile_task *task) {
         outputs[i][0] = low * (low_scale * factor) + low_bias;
         outputs[i][1] = high * (high_scale * factor) + high_bias;
     }
-    finish_tile(rows, task, outputs);
+    finish_tile(rows, &task->results, kept->floats, outputs);
 }
 
 /* What `pointer` points to is loaded anew once `value` is known, and takes no register until then. */
@@ -278,7 +242,7 @@ static APART void widen_inputs(const linear *with, const char *codes, int64_t k,
 static void prepare_to_keep(const tile_task *task) {
     const linear *with = task->with;
     const range inputs = task->steps;
-    const char *codes = panel_at(with, task->panel);
+    const char *codes = panel_at(with, task->results.panel);
     const int64_t first = inputs.begin + WORD, last = first + (inputs.end - first) / WORD * WORD;
     if (!has_whole_words(with) || first >= inputs.end) {
         widen_inputs(with, codes, inputs.begin, inputs.end, task->widened);
@@ -304,8 +268,8 @@ INLINE int64_t keep_words(const int rows, const int form, const tile_task *task)
     const linear *with = task->with;
     const range inputs = task->steps;
     if (rows < LEAST_OF_SEVERAL || !has_whole_words(with)) return inputs.begin;
-    const vec low_bias = load(with->bias + task->panel * PANEL);
-    const vec high_bias = load(with->bias + task->panel * PANEL + LANES);
+    const vec low_bias = load(with->bias + task->results.panel * PANEL);
+    const vec high_bias = load(with->bias + task->results.panel * PANEL + LANES);
     tile_sums *kept = task->kept;
     vec sums[TILE_ROWS][2];
     UNROLLED
@@ -313,7 +277,7 @@ INLINE int64_t keep_words(const int rows, const int form, const tile_task *task)
         sums[i][0] = inputs.begin > 0 ? kept->floats[i][0] : low_bias;
         sums[i][1] = inputs.begin > 0 ? kept->floats[i][1] : high_bias;
     }
-    coded_run run = {.codes = panel_at(with, task->panel), .values = task->values, .table = &with->table};
+    coded_run run = {.codes = panel_at(with, task->results.panel), .values = task->values, .table = &with->table};
     int64_t k = inputs.begin + WORD, end_of_group = (inputs.begin / with->group + 1) * with->group;
     const float *column = (const float *)tile_of(task, form) + inputs.begin * rows;
     float *widened = task->widened;
@@ -353,7 +317,7 @@ EACH_TILE_SIZE(KEEP_WORDS_OF)
 /* Products with inputs before `done` are summed. */
 INLINE void multiply_floats(const int rows, const int form, const tile_task *task, int64_t done) {
     const linear *with = task->with;
-    const int64_t panel = task->panel;
+    const int64_t panel = task->results.panel;
     const range steps = task->steps;
     tile_sums *kept = task->kept;
     const void *tile = tile_of(task, form), *weights = task->weights;
@@ -380,7 +344,7 @@ INLINE void multiply_floats(const int rows, const int form, const tile_task *tas
     else
         sum_float32(rows, tile, weights, inputs, sums, task->ahead);
     if (inputs.end == with->inputs) {
-        finish_tile(rows, task, sums);
+        finish_tile(rows, &task->results, kept->floats, sums);
         return;
     }
     UNROLLED
@@ -412,23 +376,18 @@ INLINE void multiply_floats(const int rows, const int form, const tile_task *tas
 
 EACH_TILE_SIZE(MULTIPLY_TILE_OF)
 
-/* What tile `place` of `count` fetches of what follows during so many `steps`. */
-static fetching part_to_fetch(const char *following, range steps, int64_t step_bytes, int64_t place, int64_t count) {
-    const int64_t stride = (step_bytes + count - 1) / count;
-    const char *from = following + place * (steps.end - steps.begin) * stride;
-    return (fetching){from, from + ((int64_t)1 << 40), from, 1, stride};
-}
-
-/* The same with the weights at `current`, of a panel that ends at `end`. A tile alone fetches a little ahead, and near
- * the end from the next panel: the memory behind the end belongs to another member. Several tiles, which bring their
- * weights into the nearest cache, fetch a part each of what follows. */
+/* What tile `place` of `count` fetches with the weights at `current`, of a panel that ends at `end`. A tile alone
+ * fetches a little ahead, and near the end from the next panel: the memory behind the end belongs to another member.
+ * Several tiles, which bring their weights into the nearest cache, fetch a part each of what follows. */
 static fetching what_to_fetch(const char *current, const char *end, const char *next, range steps, int64_t step_bytes,
                               int64_t place, int64_t count) {
     if (count > 1) return part_to_fetch(next, steps, step_bytes, place, count);
     return (fetching){current + LINES_AHEAD * LINE, end, next, (step_bytes + LINE - 1) / LINE, step_bytes};
 }
 
-int64_t tiles_at_once_whole(const linear *with) { return is_coded(with) ? CODED_TILES : MOST_TILES; }
+int64_t tiles_at_once_whole(const linear *with) {
+    return with->is_narrow ? NARROW_TILES : is_coded(with) ? CODED_TILES : MOST_TILES;
+}
 
 #define CASE(rows)                                                                                                     \
     case rows: multiply_tile_of_##rows(&task); break;
@@ -436,8 +395,10 @@ int64_t tiles_at_once_whole(const linear *with) { return is_coded(with) ? CODED_
 void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
                     int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
     assert(end_tile - first_tile <= tiles_at_once_whole(with));
-    int64_t column = panel * (epilogue == GATED || is_packed(epilogue) ? LANES : PANEL);
-    int64_t row_step = is_packed(epilogue) ? STRETCH : stride;
+    if (HAS_PAIR_PRODUCTS && with->is_narrow) {
+        multiply_narrow(with, from, panel, next, first_tile, end_tile, epilogue, out, stride);
+        return;
+    }
     const int64_t count = end_tile - first_tile;
     const int widens = is_coded(with) && count > 1; /* a tile alone takes codes as they are */
     const int64_t num_steps = steps_of(with->inputs, is_coded(with) ? FORM_FLOAT32 : with->form);
@@ -449,11 +410,7 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     vec widened[MANY_DEPTH * PANEL / LANES];
     group_values values[MANY_DEPTH / LEAST_GROUP + 1];
     tile_sums kept[CODED_TILES];
-    if (from->added != NULL) {
-        int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows);
-        fetch_additions(from->added, with, panel_number(with, next), first,
-                        tile_start(end_tile, from->num_tiles, from->num_rows) - first);
-    }
+    fetch_additions(from, with, next, first_tile, end_tile);
     for (int64_t begin = 0; begin < num_steps; begin += depth) {
         const range steps = {begin, begin + depth < num_steps ? begin + depth : num_steps};
         const char *current = weights + begin * step_bytes;
@@ -461,20 +418,11 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
         int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows), rows;
         for (int64_t place = 0; place < count; place++, first += rows) {
             rows = tile_start(first_tile + place + 1, from->num_tiles, from->num_rows) - first;
-            float *to = out + first * stride + column;
-            if (is_packed(epilogue)) {
-                const int64_t form = epilogue == GATED_PAIRS ? FORM_PAIRS : FORM_FLOAT32;
-                const int64_t place_in_row = epilogue == GATED_PAIRS ? column / PAIR : column;
-                char *packed = (char *)out + first * packed_row_bytes(stride, form);
-                to = (float *)packed + place_in_row / STRETCH * STRETCH * rows + place_in_row % STRETCH;
-            }
             /* The first of several tiles widens for all. */
             const int is_widened = widens && place > 0;
             const tile_task task = {
                 .with = with,
-                .from = from,
-                .first_row = first,
-                .panel = panel,
+                .results = results_of(from, panel, first, rows, epilogue, out, stride),
                 .form = is_widened ? FORM_FLOAT32 : with->form,
                 .weights = is_widened ? (const char *)widened : current,
                 .steps = steps,
@@ -485,9 +433,6 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
                 .widened = (float *)widened,
                 .values = values,
                 .kept = &kept[place],
-                .epilogue = epilogue,
-                .out = to,
-                .stride = row_step,
             };
             if (widens && place == 0) prepare_to_keep(&task);
             switch (rows) { EACH_TILE_SIZE(CASE) }

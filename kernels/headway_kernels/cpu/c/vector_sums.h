@@ -102,6 +102,16 @@ INLINE void sum_bfloat16(const int rows, const float *tile, const uint16_t *weig
     }
 }
 
+/* The products of a pair of inputs of each row. */
+INLINE void add_products_of_pairs(const int rows, const int32_t *column, ivec low, ivec high, vec (*sums)[2]) {
+    UNROLLED
+    for (int row = 0; row < rows; row++) {
+        const ivec inputs = splat_int(column[row * STRETCH]);
+        sums[row][0] = add_bfloat16_products(sums[row][0], low, inputs);
+        sums[row][1] = add_bfloat16_products(sums[row][1], high, inputs);
+    }
+}
+
 INLINE void sum_pairs(const int rows, const int32_t *tile, const uint16_t *weights, range pairs, vec (*sums)[2],
                       fetching ahead) {
     for (int64_t k = pairs.begin; k < pairs.end; k += STRETCH) {
@@ -109,14 +119,8 @@ INLINE void sum_pairs(const int rows, const int32_t *tile, const uint16_t *weigh
         const int64_t count = steps_of_stretch(pairs, k);
         turn(&ahead);
         for (int64_t i = 0; i < count; i++, weights += PAIR * PANEL) {
-            const ivec low = pairs_at(weights), high = pairs_at(weights + PANEL);
             fetch(&ahead);
-            UNROLLED
-            for (int row = 0; row < rows; row++) {
-                const ivec inputs = splat_int(column[row * STRETCH + i]);
-                sums[row][0] = add_bfloat16_products(sums[row][0], low, inputs);
-                sums[row][1] = add_bfloat16_products(sums[row][1], high, inputs);
-            }
+            add_products_of_pairs(rows, column + i, pairs_at(weights), pairs_at(weights + PANEL), sums);
         }
     }
 }
