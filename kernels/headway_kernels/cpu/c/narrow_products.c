@@ -26,40 +26,63 @@ typedef struct {
     vec scaled[TILE_ROWS][2];
 } narrow_sums;
 
-/* Products of some pairs of inputs, which are of one group, with one tile. */
+/* Consecutive pairs of inputs whose sums are scaled; or, if none are, all pairs, and no scales. */
+typedef struct {
+    range pairs;
+    const float *scales;
+} narrow_group;
+
+/* The group with pair `pair` of the panel at `codes`. */
+static narrow_group group_with(const linear *with, const char *codes, int64_t pair) {
+    const int64_t num_pairs = steps_of(with->inputs, FORM_PAIRS);
+    if (!with->scales_sums) return (narrow_group){{0, num_pairs}, NULL};
+    if (with->num_groups == 1) return (narrow_group){{0, num_pairs}, scales_of(with, codes)};
+    const int64_t size = with->group / PAIR, number = pair / size, end = (number + 1) * size;
+    return (narrow_group){{number * size, end < num_pairs ? end : num_pairs}, scales_of(with, codes) + number * PANEL};
+}
+
+static inline narrow_group next_group(const linear *with, narrow_group before, int64_t num_pairs) {
+    const int64_t begin = before.pairs.end, end = begin + with->group / PAIR;
+    return (narrow_group){{begin, end < num_pairs ? end : num_pairs}, before.scales + PANEL};
+}
+
+static inline range within(range group, int64_t pair, int64_t end) {
+    return (range){pair, group.end < end ? group.end : end};
+}
+
+/* Products of some pairs of inputs with one tile. */
 typedef struct {
     const linear *with;
     tile_results results;
     const char *weights; /* widened; NULL: codes are looked up in registers */
     range pairs;
-    range group;         /* pairs of the group, or of all */
-    const float *scales; /* of the group; NULL: sums are not scaled */
     fetching ahead;
     narrow_sums *sums;
 } narrow_task;
 
-/* Sums that are complete with the group are scaled and added to those of the groups before, or to the bias. */
-INLINE void add_group(const int rows, const narrow_task *task, vec (*sums)[2]) {
+/* Sums that are complete with a group are scaled and added to those of the groups before, or to the bias. */
+INLINE void add_group(const int rows, const narrow_task *task, const narrow_group *group, vec (*sums)[2]) {
     const float *bias = task->with->bias + task->results.panel * PANEL;
     UNROLLED
     for (int half = 0; half < 2; half++) {
-        const vec scale = load(task->scales + half * LANES);
+        const vec scale = load(group->scales + half * LANES);
         UNROLLED
         for (int i = 0; i < rows; i++) {
-            const vec before = task->group.begin == 0 ? load(bias + half * LANES) : task->sums->scaled[i][half];
+            const vec before = group->pairs.begin == 0 ? load(bias + half * LANES) : task->sums->scaled[i][half];
             sums[i][half] = sums[i][half] * scale + before;
         }
     }
 }
 
-/* Products with codes that are looked up on the way. */
-INLINE void sum_looked_up(const int rows, const int kind, const narrow_task *task, vec (*sums)[2]) {
+/* Products of pairs of one group, with codes that are looked up on the way. */
+INLINE void sum_looked_up(const int rows, const int kind, const narrow_task *task, range pairs, vec (*sums)[2],
+                          fetching ahead) {
     const int32_t *tile = tile_at(task->results.from, task->results.first_row, FORM_PAIRS);
-    const scaled_group group =
-        group_at(task->with, panel_at(task->with, task->results.panel), task->pairs.begin * PAIR);
-    const int64_t turn = inputs_of_turn(kind) / PAIR, stride = turn * task->ahead.stride;
-    fetching ahead = {.at = task->ahead.at, .lines = stride > LINE + LINE / 8 ? 2 : 1, .stride = stride};
-    for (int64_t k = task->pairs.begin; k < task->pairs.end; k += turn) {
+    const scaled_group group = group_at(task->with, panel_at(task->with, task->results.panel), pairs.begin * PAIR);
+    const int64_t turn = inputs_of_turn(kind) / PAIR;
+    ahead.stride *= turn;
+    ahead.lines = ahead.stride > LINE + LINE / 8 ? 2 : 1;
+    for (int64_t k = pairs.begin; k < pairs.end; k += turn) {
         const int32_t *column = tile + k / STRETCH * STRETCH * rows + k % STRETCH;
         fetch(&ahead);
         UNROLLED
@@ -71,41 +94,60 @@ INLINE void sum_looked_up(const int rows, const int kind, const narrow_task *tas
     }
 }
 
-INLINE void sum_of_panel(const int rows, const narrow_task *task, vec (*sums)[2]) {
-    const int32_t *tile = tile_at(task->results.from, task->results.first_row, FORM_PAIRS);
+/* The same memory, so many steps later. */
+INLINE fetching later(fetching ahead, int64_t steps) {
+    ahead.at += steps * ahead.stride;
+    if (ahead.at < ahead.end) return ahead;
+    ahead.at = ahead.then + (ahead.at - ahead.end);
+    ahead.end = ahead.then + ((int64_t)1 << 40);
+    return ahead;
+}
+
+/* The same, however codes are widened. */
+INLINE void sum_of_group(const int rows, const narrow_task *task, range pairs, vec (*sums)[2]) {
+    const int64_t done = pairs.begin - task->pairs.begin;
+    const fetching ahead = later(task->ahead, done);
     if (task->weights != NULL) {
-        sum_pairs(rows, tile, (const uint16_t *)task->weights, task->pairs, sums, task->ahead);
+        const int32_t *tile = tile_at(task->results.from, task->results.first_row, FORM_PAIRS);
+        sum_pairs(rows, tile, (const uint16_t *)(task->weights + done * PANEL * 4), pairs, sums, ahead);
         return;
     }
     switch (kind_of(task->with)) {
-    case FLOATS: sum_looked_up(rows, FLOATS, task, sums); break;
-    case WITH_ZEROS: sum_looked_up(rows, WITH_ZEROS, task, sums); break;
-    default: sum_looked_up(rows, WITHOUT_ZEROS, task, sums);
+    case FLOATS: sum_looked_up(rows, FLOATS, task, pairs, sums, ahead); break;
+    case WITH_ZEROS: sum_looked_up(rows, WITH_ZEROS, task, pairs, sums, ahead); break;
+    default: sum_looked_up(rows, WITHOUT_ZEROS, task, pairs, sums, ahead);
     }
 }
 
 INLINE void multiply_pairs(const int rows, const narrow_task *task) {
     const linear *with = task->with;
     const float *bias = with->bias + task->results.panel * PANEL;
-    vec sums[TILE_ROWS][2];
-    UNROLLED
-    for (int i = 0; i < rows; i++) {
+    const int64_t num_pairs = steps_of(with->inputs, FORM_PAIRS);
+    narrow_group group = group_with(with, panel_at(with, task->results.panel), task->pairs.begin);
+    for (range pairs = within(group.pairs, task->pairs.begin, task->pairs.end);;
+         pairs = within(group.pairs, pairs.end, task->pairs.end)) {
+        vec sums[TILE_ROWS][2];
         UNROLLED
-        for (int half = 0; half < 2; half++) {
-            const vec first = task->scales == NULL ? load(bias + half * LANES) : (vec){0};
-            sums[i][half] = task->pairs.begin == task->group.begin ? first : task->sums->in_hand[i][half];
+        for (int i = 0; i < rows; i++) {
+            UNROLLED
+            for (int half = 0; half < 2; half++) {
+                const vec first = group.scales == NULL ? load(bias + half * LANES) : (vec){0};
+                sums[i][half] = pairs.begin == group.pairs.begin ? first : task->sums->in_hand[i][half];
+            }
         }
+        sum_of_group(rows, task, pairs, sums);
+        const int is_complete = pairs.end == group.pairs.end;
+        if (is_complete && group.scales != NULL) add_group(rows, task, &group, sums);
+        if (pairs.end == num_pairs) {
+            finish_tile(rows, &task->results, task->sums->in_hand, sums);
+            return;
+        }
+        vec(*kept)[2] = is_complete ? task->sums->scaled : task->sums->in_hand;
+        UNROLLED
+        for (int i = 0; i < rows; i++) kept[i][0] = sums[i][0], kept[i][1] = sums[i][1];
+        if (pairs.end == task->pairs.end) return;
+        group = next_group(with, group, num_pairs);
     }
-    sum_of_panel(rows, task, sums);
-    const int completes_group = task->pairs.end == task->group.end;
-    if (completes_group && task->scales != NULL) add_group(rows, task, sums);
-    if (task->pairs.end == steps_of(with->inputs, FORM_PAIRS)) {
-        finish_tile(rows, &task->results, task->sums->in_hand, sums);
-        return;
-    }
-    vec(*kept)[2] = completes_group ? task->sums->scaled : task->sums->in_hand;
-    UNROLLED
-    for (int i = 0; i < rows; i++) kept[i][0] = sums[i][0], kept[i][1] = sums[i][1];
 }
 
 /* A function for each size of a tile, whose sums stay in registers. */
@@ -121,25 +163,25 @@ static void multiply_tile(const narrow_task *task, int64_t rows) {
     switch (rows) { EACH_TILE_SIZE(CASE) }
 }
 
-/* The group with pair `pair`; all pairs if sums are not scaled. */
-static range group_with(const linear *with, int64_t pair, int64_t num_pairs) {
-    if (!with->scales_sums || with->num_groups == 1) return (range){0, num_pairs};
-    const int64_t size = with->group / PAIR, begin = pair / size * size;
-    return (range){begin, begin + size < num_pairs ? begin + size : num_pairs};
-}
-
-static range within(range group, int64_t pair, int64_t end) { return (range){pair, group.end < end ? group.end : end}; }
-
 static void widen_pairs(const linear *with, const char *codes, range pairs, char *to) {
     for (int64_t pair = pairs.begin, behind; pair < pairs.end; pair = behind) {
-        behind = within(group_with(with, pair, pairs.end), pair, pairs.end).end;
+        behind = within(group_with(with, codes, pair).pairs, pair, pairs.end).end;
         widen_to_pairs(with, codes, pair * PAIR, (behind - pair) * PAIR, to + (pair - pairs.begin) * PANEL * 4);
     }
 }
 
-/* What lies so many bytes behind the beginning of a panel, or, behind its end, in the next one. */
-static const char *at_or_in_next(const char *codes, const char *next, int64_t at, int64_t panel_bytes) {
-    return at < panel_bytes ? codes + at : next + at - panel_bytes;
+/* A tile alone fetches a little ahead of what it multiplies, near the end from the next panel; each of several, a part
+ * of what is widened next. */
+static fetching what_to_fetch(const linear *with, const char *codes, const char *next, range pairs, int64_t place,
+                              int64_t count) {
+    const int64_t num_pairs = steps_of(with->inputs, FORM_PAIRS), bytes = with->panel_bytes;
+    const int64_t bytes_of_pair = (bytes + num_pairs - 1) / num_pairs, ahead = bytes < MOST_AHEAD ? bytes : MOST_AHEAD;
+    if (count == 1) {
+        const fetching from_here = {codes + ahead, codes + bytes, next, 1, bytes_of_pair};
+        return later(from_here, pairs.begin);
+    }
+    const char *following = pairs.end < num_pairs ? codes + pairs.end * bytes_of_pair : next;
+    return part_to_fetch(following, pairs, bytes_of_pair, place, count);
 }
 
 void multiply_narrow(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
@@ -148,33 +190,25 @@ void multiply_narrow(const linear *with, const packed_inputs *from, int64_t pane
     const int64_t count = end_tile - first_tile, num_pairs = steps_of(with->inputs, FORM_PAIRS);
     const int looks_up = with->scales_sums && count <= most_that_look_up(kind_of(with));
     const int64_t depth = looks_up ? num_pairs : count == 1 ? DEPTH_OF_ONE : DEPTH_OF_SEVERAL;
-    const int64_t bytes_of_pair = (with->panel_bytes + num_pairs - 1) / num_pairs;
-    const int64_t most_ahead = with->panel_bytes < MOST_AHEAD ? with->panel_bytes : MOST_AHEAD;
-    const int64_t ahead = count > 1 ? depth * bytes_of_pair : most_ahead;
     const char *codes = panel_at(with, panel);
     _Alignas(LINE) char widened[DEPTH_OF_SEVERAL * PANEL * 4];
     narrow_sums sums[NARROW_TILES];
     fetch_additions(from, with, next, first_tile, end_tile);
-    for (int64_t begin = 0, end; begin < num_pairs; begin = end) {
-        end = begin + depth < num_pairs ? begin + depth : num_pairs;
-        if (!looks_up) widen_pairs(with, codes, (range){begin, end}, widened);
+    for (int64_t begin = 0; begin < num_pairs; begin += depth) {
+        const range pairs = {begin, begin + depth < num_pairs ? begin + depth : num_pairs};
+        if (!looks_up) widen_pairs(with, codes, pairs, widened);
         int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows), rows;
         for (int64_t place = 0; place < count; place++, first += rows) {
             rows = tile_start(first_tile + place + 1, from->num_tiles, from->num_rows) - first;
-            narrow_task task = {
+            const narrow_task task = {
                 .with = with,
                 .results = results_of(from, panel, first, rows, epilogue, out, stride),
+                .weights = looks_up ? NULL : widened,
+                .pairs = pairs,
+                .ahead = what_to_fetch(with, codes, next, pairs, place, count),
                 .sums = &sums[place],
             };
-            for (int64_t pair = begin; pair < end; pair = task.pairs.end) {
-                task.group = group_with(with, pair, num_pairs);
-                task.pairs = within(task.group, pair, end);
-                if (!looks_up) task.weights = widened + (pair - begin) * PANEL * 4;
-                if (with->scales_sums) task.scales = scales_of(with, codes) + group_number(with, pair * PAIR) * PANEL;
-                const char *following = at_or_in_next(codes, next, pair * bytes_of_pair + ahead, with->panel_bytes);
-                task.ahead = part_to_fetch(following, task.pairs, bytes_of_pair, place, count);
-                multiply_tile(&task, rows);
-            }
+            multiply_tile(&task, rows);
         }
     }
 }
