@@ -4,9 +4,9 @@
  * Must not know: how a product multiplies, or which format a checkpoint had.
  *
  * A weight is code * scale + minimum, rounded once. Codes of 8 bits are stored input after input. Of codes of 4 bits, a
- * word of 32 bits holds WORD inputs of one output, the first in its lowest bits (see `place_in_word` for the
- * exception): shifts and masks alone take them apart. On the vector unit, a product has the bits of one with the same
- * weights in float32.
+ * word of 32 bits holds WORD inputs of one output, the first in its lowest bits: shifts and masks alone take them
+ * apart. Where sums of groups are scaled, pairs of inputs lie side by side (`place_of_byte`, `place_in_word`). On the
+ * vector unit, a product has the bits of one with the same weights in float32, unless codes are narrow.
  */
 #ifndef HEADWAY_CODES_H
 #define HEADWAY_CODES_H
