@@ -9,6 +9,12 @@ def test_before_anything_is_known() -> None:
     assert QueuePace().retry_after_s(100, 5.0) == UNKNOWN_S
 
 
+def test_starts_that_came_at_once_are_no_pace() -> None:
+    pace = QueuePace()
+    pace.count_starts(16, 5.0)
+    assert [pace.retry_after_s(100, 5.0 + later) for later in (0, 0.1, 3, 100)] == [UNKNOWN_S, UNKNOWN_S, 3.0, MOST_S]
+
+
 @pytest.mark.parametrize("seconds", [1, 5, 60])
 def test_a_steady_pace_is_found_however_long_it_lasted(seconds: int) -> None:
     pace = QueuePace()

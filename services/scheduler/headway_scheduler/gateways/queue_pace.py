@@ -37,6 +37,8 @@ class QueuePace:
         """Return the time until a share of ``num_waiting`` requests has started."""
         if self._since is None or now <= self._since:
             return UNKNOWN_S
+        if not self._weight:  # All came at once, so there is no pace yet: as long again as none has come.
+            return min(MOST_S, max(UNKNOWN_S, now - self._since))
         # Correct for a short history.
         known = 1 - math.exp((self._since - now) / MEMORY_S)
         per_second = self._weight_at(now) / (MEMORY_S * known)
