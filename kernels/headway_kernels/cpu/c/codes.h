@@ -67,9 +67,9 @@ static inline const float *scales_of(const linear *of, const char *codes) {
     return (const float *)(codes + bytes_of_codes(of));
 }
 
-/* Where sums are scaled, zero points stand in place of minima. */
-static inline const int32_t *zeros_of(const linear *of, const char *codes) {
-    return (const int32_t *)(scales_of(of, codes) + of->num_groups * PANEL);
+/* Where sums are scaled, zero points stand in place of minima: those of the group whose scales are at `scales`. */
+static inline const int32_t *zeros_behind(const linear *of, const float *scales) {
+    return (const int32_t *)(scales + of->num_groups * PANEL);
 }
 
 /* The values of the group whose scales are at `scales`. */

@@ -52,7 +52,7 @@ INLINE void widen_pairs_of_form(const int form, const linear *of, const char *co
 }
 
 INLINE void widen_group(const int kind, const linear *of, const char *codes, int64_t first, int64_t count, char *to) {
-    const scaled_group group = group_at(of, codes, first);
+    const scaled_group group = group_at(of, codes, scales_of(of, codes) + group_number(of, first) * PANEL);
     for (int64_t k = first; k < first + count; k += inputs_of_turn(kind)) {
         if (kind == FLOATS) fetch_codes(FORM_FP8, codes, k, PAIR);
         UNROLLED

@@ -28,9 +28,9 @@ typedef struct {
     const uint16_t *numbers;
 } scaled_group;
 
-/* The group with input `k` of the panel at `codes`. */
-INLINE scaled_group group_at(const linear *of, const char *codes, int64_t k) {
-    return (scaled_group){codes, zeros_of(of, codes) + group_number(of, k) * PANEL, of->narrow};
+/* The group whose scales are at `scales`, of the panel at `codes`. */
+INLINE scaled_group group_at(const linear *of, const char *codes, const float *scales) {
+    return (scaled_group){codes, zeros_behind(of, scales), of->narrow};
 }
 
 /* Inputs whose codes are taken apart at once. */

@@ -32,18 +32,18 @@ typedef struct {
     const float *scales;
 } narrow_group;
 
-/* The group with pair `pair` of the panel at `codes`. */
-static narrow_group group_with(const linear *with, const char *codes, int64_t pair) {
+/* The group that begins with pair `begin` and has these scales. */
+static inline narrow_group group_from(const linear *with, int64_t begin, const float *scales) {
     const int64_t num_pairs = steps_of(with->inputs, FORM_PAIRS);
-    if (!with->scales_sums) return (narrow_group){{0, num_pairs}, NULL};
-    if (with->num_groups == 1) return (narrow_group){{0, num_pairs}, scales_of(with, codes)};
-    const int64_t size = with->group / PAIR, number = pair / size, end = (number + 1) * size;
-    return (narrow_group){{number * size, end < num_pairs ? end : num_pairs}, scales_of(with, codes) + number * PANEL};
+    const int64_t end = with->num_groups == 1 ? num_pairs : begin + with->group / PAIR;
+    return (narrow_group){{begin, end < num_pairs ? end : num_pairs}, scales};
 }
 
-static inline narrow_group next_group(const linear *with, narrow_group before, int64_t num_pairs) {
-    const int64_t begin = before.pairs.end, end = begin + with->group / PAIR;
-    return (narrow_group){{begin, end < num_pairs ? end : num_pairs}, before.scales + PANEL};
+/* The group with pair `pair` of the panel at `codes`. */
+static narrow_group group_with(const linear *with, const char *codes, int64_t pair) {
+    if (!with->scales_sums) return (narrow_group){{0, steps_of(with->inputs, FORM_PAIRS)}, NULL};
+    const int64_t number = group_number(with, pair * PAIR);
+    return group_from(with, number * (with->group / PAIR), scales_of(with, codes) + number * PANEL);
 }
 
 static inline range within(range group, int64_t pair, int64_t end) {
@@ -75,10 +75,10 @@ INLINE void add_group(const int rows, const narrow_task *task, const narrow_grou
 }
 
 /* Products of pairs of one group, with codes that are looked up on the way. */
-INLINE void sum_looked_up(const int rows, const int kind, const narrow_task *task, range pairs, vec (*sums)[2],
-                          fetching ahead) {
+INLINE void sum_looked_up(const int rows, const int kind, const narrow_task *task, const narrow_group *of, range pairs,
+                          vec (*sums)[2], fetching ahead) {
     const int32_t *tile = tile_at(task->results.from, task->results.first_row, FORM_PAIRS);
-    const scaled_group group = group_at(task->with, panel_at(task->with, task->results.panel), pairs.begin * PAIR);
+    const scaled_group group = group_at(task->with, panel_at(task->with, task->results.panel), of->scales);
     const int64_t turn = inputs_of_turn(kind) / PAIR;
     ahead.stride *= turn;
     ahead.lines = ahead.stride > LINE + LINE / 8 ? 2 : 1;
@@ -104,7 +104,8 @@ INLINE fetching later(fetching ahead, int64_t steps) {
 }
 
 /* The same, however codes are widened. */
-INLINE void sum_of_group(const int rows, const narrow_task *task, range pairs, vec (*sums)[2]) {
+INLINE void sum_of_group(const int rows, const narrow_task *task, const narrow_group *group, range pairs,
+                         vec (*sums)[2]) {
     const int64_t done = pairs.begin - task->pairs.begin;
     const fetching ahead = later(task->ahead, done);
     if (task->weights != NULL) {
@@ -113,9 +114,9 @@ INLINE void sum_of_group(const int rows, const narrow_task *task, range pairs, v
         return;
     }
     switch (kind_of(task->with)) {
-    case FLOATS: sum_looked_up(rows, FLOATS, task, pairs, sums, ahead); break;
-    case WITH_ZEROS: sum_looked_up(rows, WITH_ZEROS, task, pairs, sums, ahead); break;
-    default: sum_looked_up(rows, WITHOUT_ZEROS, task, pairs, sums, ahead);
+    case FLOATS: sum_looked_up(rows, FLOATS, task, group, pairs, sums, ahead); break;
+    case WITH_ZEROS: sum_looked_up(rows, WITH_ZEROS, task, group, pairs, sums, ahead); break;
+    default: sum_looked_up(rows, WITHOUT_ZEROS, task, group, pairs, sums, ahead);
     }
 }
 
@@ -135,7 +136,7 @@ INLINE void multiply_pairs(const int rows, const narrow_task *task) {
                 sums[i][half] = pairs.begin == group.pairs.begin ? first : task->sums->in_hand[i][half];
             }
         }
-        sum_of_group(rows, task, pairs, sums);
+        sum_of_group(rows, task, &group, pairs, sums);
         const int is_complete = pairs.end == group.pairs.end;
         if (is_complete && group.scales != NULL) add_group(rows, task, &group, sums);
         if (pairs.end == num_pairs) {
@@ -146,7 +147,7 @@ INLINE void multiply_pairs(const int rows, const narrow_task *task) {
         UNROLLED
         for (int i = 0; i < rows; i++) kept[i][0] = sums[i][0], kept[i][1] = sums[i][1];
         if (pairs.end == task->pairs.end) return;
-        group = next_group(with, group, num_pairs);
+        group = group_from(with, pairs.end, group.scales + PANEL);
     }
 }
 
@@ -186,13 +187,13 @@ static fetching what_to_fetch(const linear *with, const char *codes, const char 
 
 void multiply_narrow(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
                      int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
-    assert(end_tile - first_tile <= NARROW_TILES);
+    assert(end_tile - first_tile <= CODED_TILES);
     const int64_t count = end_tile - first_tile, num_pairs = steps_of(with->inputs, FORM_PAIRS);
     const int looks_up = with->scales_sums && count <= most_that_look_up(kind_of(with));
     const int64_t depth = looks_up ? num_pairs : count == 1 ? DEPTH_OF_ONE : DEPTH_OF_SEVERAL;
     const char *codes = panel_at(with, panel);
     _Alignas(LINE) char widened[DEPTH_OF_SEVERAL * PANEL * 4];
-    narrow_sums sums[NARROW_TILES];
+    narrow_sums sums[CODED_TILES];
     fetch_additions(from, with, next, first_tile, end_tile);
     for (int64_t begin = 0; begin < num_pairs; begin += depth) {
         const range pairs = {begin, begin + depth < num_pairs ? begin + depth : num_pairs};

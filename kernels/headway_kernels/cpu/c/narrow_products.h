@@ -10,8 +10,6 @@
 #include "linear.h"
 #include "sums.h"
 
-#define NARROW_TILES 22 /* that share what is widened, at most */
-
 /* As `multiply_whole`. */
 void multiply_narrow(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
                      int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride);

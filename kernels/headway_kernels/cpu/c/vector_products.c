@@ -16,7 +16,6 @@
 #define FEW_TILES 2
 #define MANY_DEPTH 768 /* with more tiles than FEW, or codes that are widened, the L2 cache will do */
 #define LEAST_GROUP 16 /* smaller ones are widened input by input, when several tiles share them */
-#define CODED_TILES (256 / TILE_ROWS + 1) /* more share codes than other weights: the first one widens them for all */
 
 int64_t packed_bytes_whole(int64_t num_rows, int64_t inputs, int64_t form) {
     return num_rows * packed_row_bytes(inputs, form);
@@ -385,9 +384,7 @@ static fetching what_to_fetch(const char *current, const char *end, const char *
     return (fetching){current + LINES_AHEAD * LINE, end, next, (step_bytes + LINE - 1) / LINE, step_bytes};
 }
 
-int64_t tiles_at_once_whole(const linear *with) {
-    return with->is_narrow ? NARROW_TILES : is_coded(with) ? CODED_TILES : MOST_TILES;
-}
+int64_t tiles_at_once_whole(const linear *with) { return is_coded(with) ? CODED_TILES : MOST_TILES; }
 
 #define CASE(rows)                                                                                                     \
     case rows: multiply_tile_of_##rows(&task); break;

@@ -10,6 +10,8 @@
 #include "sums.h"
 #include "vector_sums.h"
 
+#define CODED_TILES (256 / TILE_ROWS + 1) /* more share codes than other weights: they are widened once for all */
+
 /* Bytes of a row of packed inputs: floats, pairs of bfloat16s, or quads of codes. */
 static inline int64_t packed_row_bytes(int64_t inputs, int64_t form) {
     const int64_t count = form == FORM_INT8 || form == FORM_PAIRS ? steps_of(inputs, form) : inputs;
