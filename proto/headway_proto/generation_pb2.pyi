@@ -139,12 +139,14 @@ class Choice(_message.Message):
     def __init__(self, choices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("token_ids", "seed")
+    __slots__ = ("token_ids", "seed", "others")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     seed: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ...) -> None: ...
+    others: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., others: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "chat", "sampling", "priority", "ttft_slo_ms", "itl_slo_ms", "tenant", "resume", "model", "echo", "adapter", "keep_special_tokens")

@@ -123,7 +123,7 @@ async def _until_unavailable(call) -> float:
 @pytest.mark.chaos_full
 async def test_killed_gateway(row, rng):
     row.about(
-        "kill -9 a gateway, 16 streams on it and 16 on another",
+        "kill -9 a gateway, 16 streams and one of 4 continuations on it, and 16 streams on another",
         "client sees UNAVAILABLE within 1 s; its blocks freed within 1 s; resume completes equal",
     )
     oracle = Oracle()
@@ -132,7 +132,9 @@ async def test_killed_gateway(row, rng):
         await processes.ready("gateway-2")
         async with processes.client("gateway-2") as other:
             await other.wait_ready(20)
-            mine, neighbours = (jobs(16, rng, output=(100, 140)) for _ in range(2))
+            mine, neighbours, (several,) = (jobs(count, rng, output=(100, 140)) for count in (16, 16, 1))
+            asked = {"max_tokens": several.max_tokens, "seed": several.seed, "n": 4, "ignore_eos": True}
+            continued = asyncio.create_task(client.generate(several.prompt, **asked).result())
             resumed = [asyncio.create_task(stream.follow(client)) for stream in mine]
             beside = [asyncio.create_task(stream.follow(other)) for stream in neighbours]
             async with grpc.aio.insecure_channel(processes.grpc_addresses["gateway"]) as channel:
@@ -150,9 +152,15 @@ async def test_killed_gateway(row, rng):
             freed_s = time.monotonic() - killed_at
             processes.start("gateway")
             ready_at = await processes.ready("gateway")
+            assert not continued.done()
             await asyncio.gather(*resumed, *beside)
+            assert [one.token_ids for one in (await continued).completions] == [
+                oracle.expected(several.prompt, several.max_tokens, several.seed + index) for index in range(4)
+            ]
             row.note(f"UNAVAILABLE after {seen_s * 1e3:.0f} ms; blocks freed after {freed_s * 1e3:.0f} ms")
-            row.note(f"{assert_equal_to_undisturbed([*mine, *neighbours], oracle)} tokens equal, 16 streams resumed")
+            row.note(
+                f"{assert_equal_to_undisturbed([*mine, *neighbours], oracle)} tokens equal, 16 streams and 4 continuations resumed"
+            )
             worst = max((stream.first_after(ready_at) or ready_at) - ready_at for stream in mine)
             row.note(f"next token {worst:.2f} s after the new gateway was ready")
             await until_quiet(other)

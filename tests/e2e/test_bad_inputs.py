@@ -139,7 +139,16 @@ REQUESTS: dict[str, tuple[api.GenerateRequest, grpc.StatusCode, str]] = {
     "template error": (chat(("developer", "x")), INVALID, "chat: the chat template refuses these messages: 'undefined_"),
     "priority": (request(priority=9), INVALID, "priority: 9 is not allowed; allowed: 0 to 4"),
     "resume of a wide id": (request(resume=api.Resume(token_ids=[1 << 20])), INVALID, "resume.token_ids: 1048576"),
-    "resume with n": (request(resume=api.Resume(), sampling=api.SamplingParams(n=2)), INVALID, "resume: "),
+    "resume of more than n": (
+        request(resume=api.Resume(others=[{}, {}]), sampling=api.SamplingParams(n=2)),
+        INVALID,
+        "resume.others: 2 entries are not allowed; allowed: at most n - 1, 1",
+    ),
+    "resume with best_of": (
+        request(resume=api.Resume(token_ids=[5]), sampling=api.SamplingParams(best_of=2)),
+        INVALID,
+        "resume.token_ids: 1 tokens are not allowed together with best_of = 2",
+    ),
     "resume past the end": (
         request(resume=api.Resume(token_ids=[5] * 4), sampling=api.SamplingParams(max_tokens=3)),
         grpc.StatusCode.OUT_OF_RANGE,

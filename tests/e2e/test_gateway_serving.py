@@ -257,6 +257,43 @@ async def test_resume_goes_on_behind_what_is_held_text_included(held):
         assert decode_column(submit.token_ids).tolist()[submit.num_prompt_tokens :] == whole.token_ids[:held]
 
 
+async def test_each_continuation_goes_on_behind_what_is_held_of_it():
+    async with served(step_interval_s=0.002) as (on, scheduler):
+        whole = (await on.client.generate("x", seed=3, n=4, max_tokens=20).result()).completions
+        held = [completion.token_ids[:count] for completion, count in zip(whole, (7, 0, 20, 0), strict=True)]
+        others = [api.TokenIds(ids=held[1]), api.TokenIds(ids=held[2])]
+        request = api.GenerateRequest(
+            text="x",
+            sampling=api.SamplingParams(max_tokens=20, n=4),
+            resume=api.Resume(token_ids=held[0], seed=3, others=others),
+        )
+        submitted_before = len(scheduler.submits)
+        events = [event async for event in on.stub.Generate(request)]
+        for event in events:
+            if event.HasField("delta"):
+                assert event.delta.first_token_index == len(held[event.delta.index])
+                held[event.delta.index] += event.delta.token_ids
+        assert held == [completion.token_ids for completion in whole]
+        assert sorted(event.finished.index for event in events if event.HasField("finished")) == [0, 1, 2, 3]
+        assert [submit.index for submit in scheduler.submits[submitted_before:]] == [0, 1, 3]
+
+
+async def test_a_refusal_of_what_has_not_ended_refuses_the_resumed_stream():
+    async with served() as (on, scheduler):
+        whole = (await on.client.generate("x", seed=3, n=2, max_tokens=5).result()).completions
+        scheduler.reject = lambda submit: Rejected(
+            handle=submit.handle, reason=REJECT_OVERLOADED, field="", message="the queue is full"
+        )
+        request = api.GenerateRequest(
+            text="x",
+            sampling=api.SamplingParams(max_tokens=5, n=2),
+            resume=api.Resume(token_ids=whole[0].token_ids, seed=3, others=[{"ids": whole[1].token_ids[:2]}]),
+        )
+        with pytest.raises(grpc.aio.AioRpcError, match="the queue is full") as refusal:
+            await on.stub.Generate(request).read()
+        assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_resume_at_the_very_end_only_tells_the_end():
     next_token, count = spelling("the end. STOP")
     async with served(next_token=next_token) as (on, scheduler):
@@ -267,6 +304,11 @@ async def test_resume_at_the_very_end_only_tells_the_end():
             ({}, whole.token_ids, "finished by its end of sequence"),
             ({"max_tokens": 3}, whole.token_ids[:3], "finished by its length"),
             ({"stop": ["STOP"]}, whole.token_ids[:-1], "finished by its stop string"),
+            (
+                {"stop": ["STOPS"], "max_tokens": count - 1},
+                whole.token_ids[:-1],
+                "the text held back came with its end",
+            ),
         ):
             request = api.GenerateRequest(
                 text="x", sampling=api.SamplingParams(**sampling), resume=api.Resume(token_ids=held, seed=3)
@@ -790,6 +832,40 @@ async def test_the_client_resumes_when_its_gateway_is_replaced():
         assert [token for delta in deltas for token in delta.token_ids] == expected_tokens(5, 150)
         assert "".join(delta.text for delta in deltas) == TEXT_MODEL.decode(expected_tokens(5, 150)) == result.text
         assert result.completions[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("best_of", [None, 5])
+async def test_the_client_resumes_every_continuation(best_of: int | None):
+    options = {"seed": 5, "n": 3, "max_tokens": 120, "best_of": best_of, "logprobs": 0}
+    async with stage() as on, FakeScheduler(on.ingress, step_interval_s=0.005) as scheduler:
+        await on.client.wait_ready(5)
+        address = on.address
+        whole = await on.client.generate("x", **options).result()
+        stream = on.client.generate("x", **options)
+        outputs: list[list[int]] = [[], [], []]
+
+        async def read() -> None:
+            async for delta in stream:
+                assert delta.first_token_index == len(outputs[delta.index])
+                outputs[delta.index] += delta.token_ids
+
+        reading = asyncio.create_task(read())
+        await eventually(lambda: len(scheduler.running) == (best_of or 3))
+        await eventually(lambda: best_of is not None or all(outputs))
+        await on.server.close()
+        assert not reading.done()
+        successor = GatewayServer(
+            GatewayConfig(model=str(DEMO), ingress_address=on.ingress, grpc_address=address), TEXT_MODEL
+        )
+        await successor.start()
+        try:
+            await reading
+        finally:
+            await successor.close()
+        result = await stream.result()
+    assert outputs == [completion.token_ids for completion in whole.completions]
+    assert [one.text for one in result.completions] == [one.text for one in whole.completions]
+    assert [one.finish_reason for one in result.completions] == ["length"] * 3
 
 
 async def test_a_client_that_does_not_read_is_let_go_and_the_others_go_on():

@@ -108,8 +108,27 @@ BAD = [
     (sampled(stop_token_ids=[50]), "sampling.stop_token_ids", "50 is not allowed; allowed: token ids 0 to 49"),
     (sampled(stop_token_ids=[-1]), "sampling.stop_token_ids", "-1 is not allowed"),
     (sampled(stop_token_ids=[1] * 65), "sampling.stop_token_ids", "65 entries are not allowed; allowed: at most 64"),
-    (request(resume=Resume(seed=1), sampling=SamplingParams(n=2)), "resume", "not allowed together with n = 2"),
-    (request(resume=Resume(seed=1), sampling=SamplingParams(best_of=2)), "resume", "together with best_of = 2"),
+    (request(resume=Resume(others=[{}])), "resume.others", "1 entries are not allowed; allowed: at most n - 1, 0"),
+    (
+        request(resume=Resume(others=[{"ids": [50]}, {"ids": [1]}]), sampling=SamplingParams(n=2, best_of=3)),
+        "resume.others",
+        "2 entries are not allowed; allowed: at most n - 1, 1",
+    ),
+    (
+        request(resume=Resume(token_ids=[1]), sampling=SamplingParams(best_of=2)),
+        "resume.token_ids",
+        "1 tokens are not allowed together with best_of = 2, whose outputs come whole; allowed: none",
+    ),
+    (
+        request(resume=Resume(others=[{"ids": [1, 2]}]), sampling=SamplingParams(n=2, best_of=3)),
+        "resume.others[0].ids",
+        "2 tokens are not allowed together with best_of = 3",
+    ),
+    (
+        request(resume=Resume(others=[{}, {"ids": [3, -1]}]), sampling=SamplingParams(n=3)),
+        "resume.others[1].ids",
+        "-1 is not a token id of this model; allowed: 0 to 49",
+    ),
     (
         request(resume=Resume(token_ids=[1]), sampling=SamplingParams(prompt_logprobs=1)),
         "sampling.prompt_logprobs",
@@ -185,7 +204,7 @@ def test_defaults_are_filled_in():
     assert spec.max_tokens is None
     assert spec.num_continuations == 1
     assert submitted(spec).priority == PRIORITY_NORMAL
-    assert spec.held_tokens == ()
+    assert list(spec.held_by(0)) == []
     assert len(spec.request_id) == 32
 
 
@@ -228,7 +247,14 @@ def test_unset_seeds_differ():
 
 def test_resume_brings_its_seed():
     spec = check_request(request(resume=Resume(token_ids=[1, 2], seed=9)), MODEL)
-    assert (spec.sampling.seed, spec.held_tokens) == (9, (1, 2))
+    assert (spec.sampling.seed, list(spec.held_by(0))) == (9, [1, 2])
+
+
+def test_each_continuation_has_its_held_tokens():
+    resume = Resume(token_ids=[1, 2], seed=9, others=[{"ids": [3]}])
+    spec = check_request(request(resume=resume, sampling=SamplingParams(n=3)), MODEL)
+    assert [list(spec.held_by(index)) for index in range(3)] == [[1, 2], [3], []]
+    assert [spec.sampling_of(index).seed for index in range(3)] == [9, 10, 11]
 
 
 @pytest.mark.parametrize(
@@ -263,6 +289,15 @@ def test_room_behind_the_prompt(sampling, held, code, words):
         resolve_max_tokens(spec, 10, MODEL)
     assert refusal.value.code is code
     assert refusal.value.message.startswith(words)
+
+
+def test_the_tokens_that_are_held_of_each_continuation_are_counted():
+    resume = Resume(token_ids=[2], others=[{"ids": [1] * 71}])
+    spec = check_request(request(sampling=SamplingParams(n=2), resume=resume), MODEL)
+    with pytest.raises(
+        CallRefusedError, match=r"^resume.others\[0\].ids: 71 tokens are held; the output ends after 70$"
+    ):
+        resolve_max_tokens(spec, 10, MODEL)
 
 
 def test_unset_max_tokens_takes_the_room():

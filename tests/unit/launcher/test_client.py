@@ -263,6 +263,22 @@ def test_unknown_options_and_lone_surrogates():
             client.generate("\ud800")
 
 
+BOTH = pytest.mark.parametrize("kind", ["sync", "async"])
+
+
+def completions_from(kind: str, address: str, **options: object) -> tuple[headway.client.Completion, ...]:
+    """The completions of a generation, by either client."""
+    if kind == "sync":
+        with Client(address) as client:
+            return client.generate("x", **options).result().completions
+
+    async def generate() -> tuple[headway.client.Completion, ...]:
+        async with AsyncClient(address) as client:
+            return (await client.generate("x", **options).result()).completions
+
+    return asyncio.run(generate())
+
+
 def test_a_broken_stream_is_taken_up_behind_the_last_token(serve):
     servicer, address = serve(breaks_after(3), breaks_after(0), breaks_after(4), whole)
     with Client(address) as client:
@@ -283,6 +299,59 @@ async def test_the_async_client_does_the_same(serve):
         assert [token for part in deltas for token in part.token_ids] == TOKENS
         assert await stream.text() == "".join(f"<{token}>" for token in TOKENS)
     assert [list(request.resume.token_ids) for request in servicer.requests] == [[], TOKENS[:3]]
+
+
+def breaks_between_two_ends(request, context):
+    yield accepted(request)
+    yield delta(0, TOKENS[:3])
+    yield finished(0)
+    yield delta(0, TOKENS[:2], index=1)
+    context.abort(grpc.StatusCode.UNAVAILABLE, "going away")
+
+
+def goes_on_with_the_second(request, context):
+    yield accepted(request)
+    yield api.GenerateResponse(delta=api.Delta(index=0, text="what was held back", first_token_index=3))
+    yield api.GenerateResponse(finished=api.Finished(index=0, reason=api.FINISH_REASON_STOP))
+    yield delta(2, TOKENS[2:], index=1)
+    yield finished(1)
+
+
+@BOTH
+def test_each_continuation_is_taken_up_and_none_that_has_ended(serve, kind):
+    servicer, address = serve(breaks_between_two_ends, goes_on_with_the_second)
+    first, second = completions_from(kind, address, n=2)
+    assert (first.token_ids, first.finish_reason, second.token_ids) == (TOKENS[:3], "length", TOKENS)
+    assert [one.text for one in (first, second)] == [
+        "".join(f"<{token}>" for token in one.token_ids) for one in (first, second)
+    ]
+    resume = servicer.requests[1].resume
+    assert (list(resume.token_ids), [list(other.ids) for other in resume.others]) == (TOKENS[:3], [TOKENS[:2]])
+    assert resume.seed == 77
+
+
+def breaks_among_the_best(request, context):
+    yield accepted(request)
+    yield delta(0, TOKENS[:3])
+    yield finished(0)
+    yield delta(0, TOKENS, index=1)
+    context.abort(grpc.StatusCode.UNAVAILABLE, "going away")
+
+
+def all_the_best(request, context):
+    yield accepted(request)
+    for index, ids in enumerate((TOKENS[:3], TOKENS)):
+        yield delta(0, ids, index=index)
+        yield finished(index)
+
+
+@BOTH
+def test_the_best_of_several_come_once_whatever_breaks(serve, kind):
+    servicer, address = serve(breaks_after(0), breaks_among_the_best, all_the_best)
+    first, second = completions_from(kind, address, n=2, best_of=3)
+    assert (first.token_ids, second.token_ids, second.finish_reason) == (TOKENS[:3], TOKENS, "length")
+    for request in servicer.requests[1:]:
+        assert (request.resume.seed, list(request.resume.token_ids), list(request.resume.others)) == (77, [], [])
 
 
 def piece(first: int, ids: list[int]) -> api.GenerateResponse:
@@ -332,9 +401,6 @@ def tokens_from(kind: str, address: str, retry_s: float, meanwhile: Callable[[],
             return (await client.generate("x").result()).token_ids
 
     return asyncio.run(generate())
-
-
-BOTH = pytest.mark.parametrize("kind", ["sync", "async"])
 
 
 @BOTH
@@ -463,17 +529,20 @@ def test_the_ghost_of_the_old_stream_is_waited_out(serve):
     assert len(servicer.requests) == 4
 
 
-def test_what_was_never_accepted_or_has_several_continuations_is_not_resumed(serve):
+def test_what_was_never_accepted_is_not_resumed(serve):
     servicer, address = serve(refuses(grpc.StatusCode.UNAVAILABLE, "draining"))
     with Client(address) as client, pytest.raises(UnavailableError, match="draining"):
         client.generate("x").result()
     assert len(servicer.requests) == 1
-    servicer, address = serve(breaks_after(1))
-    with Client(address) as client, pytest.raises(UnavailableError):
-        client.generate("x", n=2).result()
-    with Client(address) as client, pytest.raises(UnavailableError):
-        client.generate("x", best_of=2).result()
-    assert len(servicer.requests) == 2
+
+
+def test_an_output_that_comes_again_is_no_progress(serve):
+    servicer, address = serve(breaks_among_the_best)
+    began_at = time.monotonic()
+    with Client(address, retry_s=0.3) as client, pytest.raises(UnavailableError, match="going away"):
+        client.generate("x", n=2, best_of=3).result()
+    assert 0.3 <= time.monotonic() - began_at < 3.0
+    assert len(servicer.requests) > 10
 
 
 def test_resuming_ends_with_the_time_given(serve, monkeypatch):

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -18,7 +18,7 @@ from headway_gateway.figures.statistics import GatewayStatistics
 from headway_gateway.figures.tracing import RequestTrace
 from headway_gateway.link.live_sequence import LiveSequence
 from headway_gateway.link.scheduler_client import SchedulerClient
-from headway_gateway.requests.validation import CheckedRequest
+from headway_gateway.requests.validation import CheckedRequest, held_beyond_end
 from headway_gateway.statuses import RETRY_S, CallRefusedError
 from headway_gateway.text.constraint_check import Beginning
 from headway_gateway.text.continuation import Continuation, OutputText
@@ -136,11 +136,12 @@ class Generation:
             CallRefusedError: the scheduler refused before any had begun.
         """
         try:
-            self._client.submit([sequence for sequence in self._sequences if sequence.end is None])
+            submitted = [sequence for sequence in self._sequences if sequence.end is None]
+            self._client.submit(submitted)
             # This comes after submitting, so that the scheduler already works.
             self._continuations += map(self._continuation, self._sequences)
             self._call.context.offer_initial_metadata(((REQUEST_ID_METADATA_KEY, in_ascii(self._request.request_id)),))
-            await self._stream()
+            await self._stream([one for one in self._continuations if one.sequence in submitted])
         finally:
             # However the call ended (client, deadline, error), the scheduler must stop the sequences
             # before they are dropped here. It ignores ended ones.
@@ -154,20 +155,22 @@ class Generation:
             "output_tokens": sum(continuation.num_sent for continuation in self._continuations),
         }
 
-    async def _until_begun(self) -> None:
-        while not any(continuation.has_begun for continuation in self._continuations):
-            for continuation in self._continuations:
+    async def _until_begun(self, submitted: list[Continuation]) -> None:
+        while True:
+            for continuation in submitted:
                 if continuation.refusal is not None:
                     raise refused(continuation.refusal)
+            if not submitted or any(continuation.has_begun for continuation in submitted):
+                return
             await self._wakeup.wait()
 
-    async def _stream(self) -> None:
-        """A client that does not read holds blocks and a row."""
+    async def _stream(self, submitted: list[Continuation]) -> None:
+        """Those that are not ``submitted`` have ended. A client that does not read holds blocks and a row."""
         self._pace.begin()
         try:
             async with ClientPatience(self._slow_client_s) as patience:
                 accepted = self._accepted()  # made while the scheduler works
-                await self._until_begun()
+                await self._until_begun(submitted)
                 await self._accept(accepted, patience)
                 await (self._write_best(patience) if self._request.is_choice else self._write_all(patience))
         except TimeoutError:
@@ -277,25 +280,28 @@ class Generation:
             max_tokens=self._max_tokens,
             traceparent=self._call.trace.traceparent,
         )
-        held = self._request.held_tokens
+        held = self._request.held_by(index)
         sequence = LiveSequence(submission, held, self._wakeup.ring)
         if held:
-            sequence.end = self._end_of_held(held, self._new_text())
+            sequence.end = self._end_of_held(index, held)
         return sequence
 
-    def _new_text(self) -> OutputText:
-        """Return an output's text, with the tokens that the client holds."""
+    def _new_text(self, held: Sequence[int]) -> OutputText:
+        """Return an output's text, with the tokens that the client holds of it."""
         request = self._request.request
         detokenizer = self._text_model.new_detokenizer(
             keeps_special_tokens=request.keep_special_tokens, behind=self._goes_on_behind
         )
         text = OutputText(detokenizer, tuple(request.sampling.stop), self._request.sampling.min_tokens)
-        if self._request.held_tokens:
-            text.push(list(self._request.held_tokens))
+        if held:
+            text.push(list(held))
         return text
 
     def _continuation(self, sequence: LiveSequence) -> Continuation:
-        continuation = Continuation(sequence, self._new_text())
+        text = self._new_text(sequence.tokens[: sequence.num_held])
+        if sequence.end is not None:
+            text.finish()  # the client has that, too: it came with the last token
+        continuation = Continuation(sequence, text)
 
         def on_news() -> None:
             continuation.record_arrival()
@@ -306,15 +312,13 @@ class Generation:
         sequence.on_news = on_news
         return continuation
 
-    def _end_of_held(self, held: tuple[int, ...], text: OutputText) -> Finished | None:
+    def _end_of_held(self, index: int, held: Sequence[int]) -> Finished | None:
         """The client's own tokens may contain the end."""
+        text = self._new_text(held)
         end_place = next((place for place, token_id in enumerate(held) if token_id in self._end_ids), len(held))
         num_until_end = min(text.num_tokens, end_place + 1)
         if num_until_end < len(held):
-            raise CallRefusedError(
-                grpc.StatusCode.OUT_OF_RANGE,
-                f"resume.token_ids: {len(held)} tokens are held; the output ended after {num_until_end}",
-            )
+            raise held_beyond_end(index, len(held), f"the output ended after {num_until_end}")
         if end_place < len(held):
             return Finished(handle=0, reason=FINISH_STOP, num_output_tokens=len(held), stop_token_id=held[end_place])
         if text.matched_stop is not None:

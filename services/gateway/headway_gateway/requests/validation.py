@@ -53,8 +53,6 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_returned: int
     num_continuations: int
     """How many are generated; the best ``num_returned`` go back."""
-    held_tokens: tuple[int, ...]
-    """Output tokens that the client already has."""
     adapter: str = ""
 
     @property
@@ -67,6 +65,13 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     def is_choice(self) -> bool:
         """Whether more are generated than returned."""
         return self.num_returned < self.num_continuations
+
+    def held_by(self, index: int) -> Sequence[int]:
+        """Return the output tokens that the client already has of a continuation."""
+        resume = self.request.resume
+        if index == 0:
+            return resume.token_ids
+        return resume.others[index - 1].ids if index <= len(resume.others) else ()
 
     def end_ids(self, model: ModelInfo) -> frozenset[int]:
         """Return an output's end tokens."""
@@ -123,14 +128,12 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequ
     if wrong:
         raise invalid_arguments(wrong)
     given = request.sampling
-    num_returned = _num_returned(given)
     return CheckedRequest(
         request=request,
         request_id=request.request_id or os.urandom(16).hex(),
         sampling=sampling,
-        num_returned=num_returned,
-        num_continuations=given.best_of if given.HasField("best_of") else num_returned,
-        held_tokens=tuple(request.resume.token_ids) if request.HasField("resume") else (),
+        num_returned=_num_returned(given),
+        num_continuations=_num_continuations(given),
         adapter=adapter,
     )
 
@@ -229,13 +232,17 @@ def resolve_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, model: M
             "sampling.min_tokens",
             f"{min_tokens} is not allowed; allowed: at most {max_tokens}, the limit of max_tokens or of the context",
         )
-    num_held = len(checked.held_tokens)
-    if num_held > max_tokens:
-        raise CallRefusedError(
-            grpc.StatusCode.OUT_OF_RANGE,
-            f"resume.token_ids: {num_held} tokens are held; the output ends after {max_tokens}",
-        )
+    for index in range(checked.num_continuations):
+        num_held = len(checked.held_by(index))
+        if num_held > max_tokens:
+            raise held_beyond_end(index, num_held, f"the output ends after {max_tokens}")
     return max_tokens
+
+
+def held_beyond_end(index: int, num_held: int, why: str) -> CallRefusedError:
+    """Make the refusal of a client that holds more tokens of a continuation than there are."""
+    message = f"{_held_field(index)}: {num_held} tokens are held; {why}"
+    return CallRefusedError(grpc.StatusCode.OUT_OF_RANGE, message)
 
 
 def sampling_params(request: api.GenerateRequest) -> SamplingParams:
@@ -384,18 +391,28 @@ def _is_json(text: str, kind: type) -> bool:
 
 
 def _resume_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterable[tuple[str, str]]:
-    if request.sampling.HasField("n") and request.sampling.n > 1:
-        yield "resume", f"not allowed together with n = {request.sampling.n}; allowed: n = 1"
-    if request.sampling.best_of > max(1, request.sampling.n):
-        yield "resume", f"not allowed together with best_of = {request.sampling.best_of}; allowed: best_of = n"
     if request.sampling.HasField("seed") and request.sampling.seed != request.resume.seed:
         yield (
             "resume.seed",
             f"{request.resume.seed} differs from sampling.seed {request.sampling.seed}; allowed: the seed in `accepted`",
         )
-    wrong = next((t for t in request.resume.token_ids if not 0 <= t < model.vocab_size), None)
-    if wrong is not None:
-        yield "resume.token_ids", f"{wrong} is not a token id of this model; allowed: 0 to {model.vocab_size - 1}"
+    num_returned, num_continuations = _num_returned(request.sampling), _num_continuations(request.sampling)
+    others = request.resume.others
+    most = min(max(num_returned, 1), MAX_CONTINUATIONS) - 1
+    if len(others) > most:
+        yield "resume.others", f"{len(others)} entries are not allowed; allowed: at most n - 1, {most}"
+        return
+    for index, held in enumerate((request.resume.token_ids, *(other.ids for other in others))):
+        if held and num_returned < num_continuations:
+            described = f"{len(held)} tokens are not allowed together with best_of = {num_continuations}"
+            yield _held_field(index), f"{described}, whose outputs come whole; allowed: none"
+        wrong = next((t for t in held if not 0 <= t < model.vocab_size), None)
+        if wrong is not None:
+            yield _held_field(index), f"{wrong} is not a token id of this model; allowed: 0 to {model.vocab_size - 1}"
+
+
+def _held_field(index: int) -> str:
+    return f"resume.others[{index - 1}].ids" if index else "resume.token_ids"
 
 
 def _prompt_logprobs_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterable[tuple[str, str]]:
@@ -459,3 +476,7 @@ def _stop_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
 
 def _num_returned(sampling: api.SamplingParams) -> int:
     return sampling.n if sampling.HasField("n") else 1
+
+
+def _num_continuations(sampling: api.SamplingParams) -> int:
+    return sampling.best_of if sampling.HasField("best_of") else _num_returned(sampling)

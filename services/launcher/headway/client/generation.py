@@ -55,7 +55,6 @@ class Generation:
         self._patience = patience
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._num_continuations = request.sampling.n if request.sampling.HasField("n") else 1
-        self._is_resumable = max(self._num_continuations, request.sampling.best_of) <= 1
         self.prompt = PromptTokens()
         self._accepted: generation_pb2.Accepted | None = None
         self._num_failures = 0
@@ -79,9 +78,12 @@ class Generation:
             return self._request
         request = generation_pb2.GenerateRequest()
         request.CopyFrom(self._request)
-        request.resume.CopyFrom(
-            generation_pb2.Resume(token_ids=self._completions[0].token_ids, seed=self._accepted.seeds[0])
-        )
+        resume = generation_pb2.Resume(seed=self._accepted.seeds[0])
+        if request.sampling.best_of <= self._num_continuations:  # else outputs come whole
+            first, *others = (completion.token_ids for completion in self._completions)
+            resume.token_ids.extend(first)
+            resume.others.extend(generation_pb2.TokenIds(ids=held) for held in others)
+        request.resume.CopyFrom(resume)
         if request.resume.token_ids:  # the prompt came before its first token
             request.sampling.ClearField("prompt_logprobs")
             request.echo = False
@@ -97,8 +99,10 @@ class Generation:
         elif event == "prompt":
             self._accept_prompt(response.prompt)
         elif event == "delta":
-            self._num_failures = 0
-            return self._accept_delta(response.delta)
+            delta = self._accept_delta(response.delta)
+            if delta is not None:
+                self._num_failures = 0
+            return delta
         elif event == "finished":
             self._accept_finished(response.finished)
         return None
@@ -115,10 +119,8 @@ class Generation:
         )
         # After its gateway died, the old request may live on for a moment, and other clients come back too.
         is_passing = isinstance(failure, AlreadyExistsError | OverloadedError) and self._num_failures > 0
-        if self._accepted is not None:
-            can_go_on = self._is_resumable
-        else:  # a refusal is final
-            can_go_on = self._patience.has_heard and (is_passing or not failure.reason)
+        # What has not been accepted may be refused, and that is final.
+        can_go_on = self._accepted is not None or (self._patience.has_heard and (is_passing or not failure.reason))
         now = time.monotonic()
         if not self._num_failures:
             self._failing_since = now
@@ -164,7 +166,11 @@ class Generation:
         prompt.token_ids += message.token_ids
         prompt.logprobs += _logprobs(message.logprobs)
 
-    def _accept_delta(self, message: generation_pb2.Delta) -> Delta:
+    def _accept_delta(self, message: generation_pb2.Delta) -> Delta | None:
+        completion = self._completions[message.index]
+        # A resumed stream tells the ends again of all that had ended, and outputs again that come whole.
+        if completion.finish_reason is not None or message.first_token_index < len(completion.token_ids):
+            return None
         delta = Delta(
             index=message.index,
             text=message.text,
@@ -172,7 +178,6 @@ class Generation:
             first_token_index=message.first_token_index,
             logprobs=_logprobs(message.logprobs),
         )
-        completion = self._completions[delta.index]
         completion.text += delta.text
         completion.token_ids += delta.token_ids
         completion.logprobs += delta.logprobs
@@ -180,6 +185,8 @@ class Generation:
 
     def _accept_finished(self, message: generation_pb2.Finished) -> None:
         completion = self._completions[message.index]
+        if completion.finish_reason is not None:
+            return
         completion.finish_reason = _FINISH_REASONS.get(message.reason, "error")
         matched = message.WhichOneof("matched")
         completion.stop = message.stop if matched == "stop" else None
