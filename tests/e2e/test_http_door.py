@@ -77,6 +77,60 @@ async def test_tokens_roles_and_tenants(tokens: Path) -> None:  # noqa: F811
         assert await status_of(session, f"{url}/health") == 200
 
 
+PAGE = "http://localhost:3000"
+
+
+async def test_a_browser_is_told_which_pages_may_ask(tokens: Path) -> None:  # noqa: F811
+    asked = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+    }
+    config = {"allowed_origins": f"{PAGE},https://other.example", "auth_token_file": str(tokens)}
+    async with door(**config) as (_, _, url), aiohttp.ClientSession() as session:
+        async with session.options(f"{url}/v1/chat/completions", headers={"origin": PAGE, **asked}) as answer:
+            told = {name.lower().removeprefix("access-control-"): value for name, value in answer.headers.items()}
+            assert (answer.status, await answer.read()) == (204, b"")
+        assert (told["allow-origin"], told["vary"], told["max-age"]) == (PAGE, "origin", "600")
+        assert told["allow-methods"] == "GET, POST"
+        assert told["allow-headers"] == asked["access-control-request-headers"]
+        for stranger in ("http://localhost:3001", "null", "http://localhost:3000.evil"):
+            async with session.options(f"{url}/v1/models", headers={"origin": stranger, **asked}) as answer:
+                assert answer.status in {403, 405}
+                assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_pages_of_allowed_origins_get_answers_streams_and_refusals(tokens: Path) -> None:  # noqa: F811
+    one = {"prompt": "x", "max_tokens": 1}
+    async with (
+        door(allowed_origins=PAGE, auth_token_file=str(tokens)) as (_, _, url),
+        aiohttp.ClientSession() as session,
+    ):
+        page = {"origin": PAGE, **bearing("bobs")}
+        for body, status, headers in (
+            (one, 200, page),
+            ({**one, "stream": True}, 200, page),
+            ({**one, "max_tokens": -1}, 400, page),
+            (one, 401, {"origin": PAGE}),
+        ):
+            async with session.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+                assert answer.status == status
+                assert answer.headers["access-control-allow-origin"] == PAGE
+                assert answer.headers["vary"] == "origin"
+                assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        async with session.post(f"{url}/v1/completions", json=one, headers=bearing("bobs")) as answer:
+            assert answer.status == 200
+            assert not any(name.lower().startswith("access-control") for name in answer.headers)
+        async with session.post(
+            f"{url}/v1/completions", json=one, headers={**page, "origin": "http://evil.example"}
+        ) as answer:
+            assert answer.status == 403
+            assert "access-control-allow-origin" not in answer.headers
+            message = (await answer.json())["error"]["message"]
+            assert (
+                message == "requests of pages of 'http://evil.example' are refused; allowed: those of allowed_origins"
+            )
+
+
 async def test_tls_and_certificates_that_change(certificates: Path, tmp_path: Path) -> None:  # noqa: F811
     pair = {"tls_cert_file": tmp_path / "server.pem", "tls_key_file": tmp_path / "server.key"}
     for kind, path in (("pem", pair["tls_cert_file"]), ("key", pair["tls_key_file"])):

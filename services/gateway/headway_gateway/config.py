@@ -18,6 +18,7 @@ from headway_proto.wording import shown
 
 _LEAST_RATE = 0.001
 _OTLP_ENDPOINT = re.compile(r"https?://[^/\s@]+:[0-9]{1,5}")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]*[a-z0-9\]]")
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -37,6 +38,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     http_address: Annotated[
         str, Meta(description="HOST:PORT to serve OpenAI's API on, over HTTP; port 0 picks a free one; empty: none")
+    ] = ""
+    allowed_origins: Annotated[
+        str,
+        Meta(
+            description="origins, separated by commas, whose web pages may call OpenAI's API from a browser, such as "
+            "http://localhost:3000; empty: none"
+        ),
     ] = ""
     workers: Annotated[int, Meta(description="gateway processes that share the port")] = 1
     max_concurrent_streams: Annotated[
@@ -155,6 +163,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         "otel_sample_ratio": (0, 1),
     }
 
+    @property
+    def origins(self) -> frozenset[str]:
+        """``allowed_origins``, one by one."""
+        return frozenset(filter(None, map(str.strip, self.allowed_origins.split(","))))
+
     def validate(self) -> None:
         """Check what types alone cannot.
 
@@ -170,6 +183,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         _check_listener(self, "grpc_address", self.grpc_address)
         if self.http_address:
             _check_listener(self, "http_address", self.http_address)
+        _check_origins(self)
 
 
 def _check_listener(config: GatewayConfig, field: str, address: str) -> None:
@@ -184,6 +198,15 @@ def _check_listener(config: GatewayConfig, field: str, address: str) -> None:
                 "tls_client_ca_file), or allow_insecure_bind=true",
             )
         )
+
+
+def _check_origins(config: GatewayConfig) -> None:
+    for origin in config.origins:
+        if not _ORIGIN.fullmatch(origin):
+            allowed = "SCHEME://HOST or SCHEME://HOST:PORT as browsers write it: in small letters, without a path"
+            raise ValueError(_refusal("allowed_origins", origin, allowed))
+    if config.origins and not config.http_address:
+        raise ValueError(_refusal("allowed_origins", config.allowed_origins, "empty, because http_address is empty"))
 
 
 def split_address(address: str, field: str = "grpc_address") -> tuple[str, int]:

@@ -14,6 +14,13 @@ def test_defaults_are_valid():
     config().validate()
 
 
+def test_origins_are_told_apart():
+    listed = config(http_address="127.0.0.1:1", allowed_origins="http://localhost:3000, https://a.example,app://[::1]")
+    listed.validate()
+    assert listed.origins == {"http://localhost:3000", "https://a.example", "app://[::1]"}
+    assert config().origins == frozenset()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -45,6 +52,17 @@ def test_defaults_are_valid():
         ({"tls_client_ca_file": "ca.pem"}, "tls_cert_file: '' is not allowed; allowed: a PEM file, because tls_client"),
         ({"max_tenant_requests_per_s": -1.0}, "max_tenant_requests_per_s: -1.0 is not allowed"),
         ({"max_tenant_requests_per_s": float("nan")}, "max_tenant_requests_per_s: nan is not allowed"),
+        (
+            {"allowed_origins": "*"},
+            "allowed_origins: '*' is not allowed; allowed: SCHEME://HOST or SCHEME://HOST:PORT as",
+        ),
+        ({"allowed_origins": "https://a.example, null"}, "allowed_origins: 'null' is not allowed"),
+        ({"allowed_origins": "http://a.example/"}, "allowed_origins: 'http://a.example/' is not allowed"),
+        ({"allowed_origins": "http://A.example"}, "allowed_origins: 'http://A.example' is not allowed"),
+        (
+            {"allowed_origins": "http://localhost:3000"},
+            "allowed_origins: 'http://localhost:3000' is not allowed; allowed: empty, because http_address is empty",
+        ),
         ({"launcher_token_digest": "x"}, "launcher_token_digest: 'x' is not allowed"),
         (
             {"auth_token_file": "/nowhere/token"},

@@ -130,6 +130,6 @@ def _require_no_page(call: HttpCall) -> None:
     if call.headers("origin"):
         raise CallRefusedError(
             grpc.StatusCode.PERMISSION_DENIED,
-            "requests of web pages are refused; allowed: without the header Origin",
+            f"requests of pages of {shown(call.headers('origin')[0])} are refused; allowed: those of allowed_origins",
             reason="web_page",
         )

@@ -15,6 +15,7 @@ from headway_gateway.openai.other_endpoints import OtherEndpoints
 from headway_gateway.openai.pieces import PieceMaker
 from headway_gateway.openai.reranking import Reranking
 from headway_gateway.openai.responses import Responses
+from headway_gateway.openai.web_pages import AsgiApplication, let_in
 from headway_gateway.text.tokenization import TextModel
 
 
@@ -27,7 +28,7 @@ def make_application(
     open_calls: OpenCalls,
     statistics: GatewayStatistics,
     config: GatewayConfig,
-) -> Application:
+) -> AsgiApplication:
     """Return the application; ``problem`` returns the reason to send no requests."""
     completions = Completions(generation, text_model)
     piece_maker = PieceMaker(text_model)
@@ -48,10 +49,11 @@ def make_application(
         Route("POST", "/detokenize", others.detokenize, GENERATE),
         Route("GET", "/health", others.health, None, is_open=config.open_health),
     )
-    return Application(
+    application = Application(
         routes,
         doorkeeper=doorkeeper,
         open_calls=open_calls,
         statistics=statistics,
         bounds=Bounds(config.max_message_bytes, config.slow_client_s),
     )
+    return let_in(application, config.origins)

@@ -17,7 +17,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headway_gateway.accepting import Acceptor, Entrance
-from headway_gateway.openai.application import Application
+from headway_gateway.openai.web_pages import AsgiApplication
 
 _MOST_HEAD_S = 10.0
 _MOST_HEAD_BYTES = 64 * 1024
@@ -36,7 +36,7 @@ class HttpListener:
 
     def __init__(
         self,
-        application: Application,
+        application: AsgiApplication,
         entrance: Entrance,
         *,
         slow_client_s: float,
