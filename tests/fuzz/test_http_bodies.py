@@ -1,6 +1,8 @@
 """Bodies of requests over HTTP: each becomes a request of ``headway.v1``, or is refused in one line."""
 
+import contextlib
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fake_scheduler import MODEL
-from fuzz.limits import bounded, examples
+from fuzz.limits import MOST_S, bounded, examples
 from headway_gateway.openai import bodies, translation
 from headway_gateway.openai.bodies import ChatBody, CompletionBody, EmbeddingsBody, ResponsesBody, TokenizeBody
 from headway_gateway.requests.validation import check_request
@@ -113,6 +115,48 @@ def test_many_small_pieces_are_refused_before_each_is_read(
     with pytest.raises(CallRefusedError, match=r"are not allowed; allowed: at most 16384$") as refusal:
         TRANSLATIONS[kind](read)
     assert [violated for violated, _ in refusal.value.violations] == [field]
+
+
+ASKED = {"messages": [{"role": "user", "content": ""}]}
+NAMES = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(8000)]
+STRUCTURES = [{"begin": f"{number}x", "end": ""} for number in range(4000)]
+TAGS = {"type": "structural_tag", "triggers": [f"{number}x" for number in range(4000)], "structures": STRUCTURES}
+UNTRIGGERED = {**TAGS, "triggers": [f"{number}y" for number in range(4000)]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {
+            "tools": NAMES,
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": NAMES}},
+        },
+        {"response_format": TAGS},
+        {"response_format": UNTRIGGERED},
+        {"response_format": {**TAGS, "structures": STRUCTURES * 20}},
+        {"tools": [with_schema({"x": [0] * 100_000})], "tool_choice": "required"},
+        {"tools": [with_schema({"x": [0] * 1_000_000})], "tool_choice": "required"},
+        {"stop": ["x"] * 1_000_000},
+        {"stop_token_ids": [1] * 1_000_000},
+    ],
+    ids=[
+        "allowed tools",
+        "tags",
+        "tags without triggers",
+        "too many tags",
+        "a schema",
+        "too large a schema",
+        "stops",
+        "ids",
+    ],
+)
+def test_large_fields_are_read_or_refused_soon(body: dict[str, Any]) -> None:
+    content = json.dumps(ASKED | body).encode()
+    read = bodies.read(content, ChatBody)
+    began_at = time.process_time()
+    with contextlib.suppress(CallRefusedError):
+        check_request(translation.chat_request(read, None), MODEL)
+    assert time.process_time() - began_at < MOST_S
 
 
 def test_what_the_model_said_in_several_items_is_one_message() -> None:

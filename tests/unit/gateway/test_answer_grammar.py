@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from headway_gateway.openai.answer_grammar import Room, bound_by, channelled_grammar, marked_grammar
 from headway_gateway.openai.bodies import Function
 from headway_gateway.openai.grammar_marks import Marks
-from headway_gateway.openai.strict_calls import problem_of_tools
+from headway_gateway.openai.strict_calls import problem_of_tools, rules_of_calls
 from headway_gateway.openai.thinking import COHERE, OLDER_GRANITE, USUAL
 from headway_gateway.openai.tool_calls import (
     COHERE as COMMAND,
@@ -600,6 +600,53 @@ def test_what_has_no_rules_in_markup_is_told(schema: dict[str, object], problem:
     assert not problem_of_tools(
         HERMES, [Function("look", parameters=schema, strict=True)], Marks(lambda mark: None, [])
     )
+
+
+def test_a_value_has_the_definitions_that_it_refers_to_and_no_others() -> None:
+    definitions = {f"d{number}": {"type": "array", "items": {"enum": [number]}} for number in range(300)}
+    definitions["d0"] = {"type": "array", "items": {"$ref": "#/$defs/d1"}}
+    values = {f"p{number}": {"type": "array", "items": {"$ref": f"#/$defs/d{number}"}} for number in range(300)}
+    tool = Function("look", parameters={"$defs": definitions, "properties": values}, strict=True)
+    marks = Marks(lambda mark: None, [])
+    assert not problem_of_tools(QWEN_CODER, [tool], marks)
+    (rule,) = [rule for rule in rules_of_calls(QWEN_CODER, [tool], marks) if rule.startswith("arguments0:")]
+    said = [json.loads(found) for found in re.findall(r'%json (\{.*?\}) "', rule)]
+    assert [sorted(schema["$defs"]) for schema in said] == [["d0", "d1"], *([f"d{number}"] for number in range(1, 300))]
+
+
+LADDER = {f"d{step}": {"anyOf": [{"$ref": f"#/$defs/d{step + 1}"}] * 20} for step in range(6)} | {
+    "d6": {"type": "string"}
+}
+WIDE = {"anyOf": [{"type": "array", "items": {"const": number}} for number in range(2000)]}
+
+
+@pytest.mark.parametrize("form", [QWEN_CODER, FUNCTION_GEMMA], ids=["markup", "gemma"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": LADDER, "properties": {"a": {"$ref": "#/$defs/d0"}}},
+        {"$defs": {"d": WIDE}, "properties": {f"p{number}": {"$ref": "#/$defs/d"} for number in range(2000)}},
+        {"properties": {f"p{number}": {"type": ["string", "integer"]} for number in range(30_000)}},
+    ],
+    ids=["a ladder", "many of a wide one", "many"],
+)
+def test_a_short_schema_that_would_say_much_is_refused(form: CallForm, schema: dict[str, object]) -> None:
+    tools = [Function(f"f{number}", parameters=schema, strict=True) for number in range(3)]
+    told = problem_of_tools(form, tools, Marks(lambda mark: None, []))
+    expected = "'f0': its rules are too long for this form; allowed: a shorter schema, or the tool without strict"
+    assert told == expected
+
+
+def test_what_tools_say_counts_together() -> None:
+    values = {f"p{number}": {"type": "string"} for number in range(400)}
+    tools = [Function(f"f{number}", parameters={"properties": values}, strict=True) for number in range(2000)]
+    assert not problem_of_tools(QWEN_CODER, tools[:3], Marks(lambda mark: None, []))
+    assert "its rules are too long" in problem_of_tools(QWEN_CODER, tools, Marks(lambda mark: None, []))
+
+
+def test_a_pattern_with_classes_that_do_not_end_is_looked_through_once() -> None:
+    schema = {"properties": {"a": {"type": "string", "pattern": "[" * 200_000}}}
+    problem_of_tools(QWEN_CODER, [Function("look", parameters=schema, strict=True)], Marks(lambda mark: None, []))
 
 
 @pytest.mark.parametrize("form", [HERMES, SEED, MINIMAX, GLM, FUNCTION_GEMMA, GEMMA_4])

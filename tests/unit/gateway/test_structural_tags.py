@@ -109,6 +109,11 @@ def test_what_is_not_readable_is_told(given: object, problem: str) -> None:
 
 
 def test_nesting_without_end_is_told() -> None:
-    deep = '{"format": ' + '{"type": "or", "elements": [' * 50_000
+    deep = '{"format": ' + '{"type": "or", "elements": [' * 9_000
     with pytest.raises(ValueError, match="nested too deeply"):
         grammar_of_tags(deep)
+
+
+def test_no_more_is_read_than_a_constraint_may_have() -> None:
+    with pytest.raises(ValueError, match=r"^262145 bytes are not allowed; allowed: at most 262144$"):
+        grammar_of_tags(" " * 262_145)

@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from headway_gateway.openai.grammar_marks import Marks
-from headway_gateway.openai.markup_grammar import MarkupRules, UnsayableError, is_of, of_type, require_only
+from headway_gateway.openai.markup_grammar import (
+    Allowance,
+    MarkupRules,
+    UnsayableError,
+    is_of,
+    of_type,
+    require_only,
+    types_of,
+)
 from headway_gateway.openai.tool_calls import CallForm
 from headway_gateway.text.grammar_literals import text
 from headway_proto.schema_keywords import ASSERTIONS
@@ -26,8 +34,8 @@ _SCALARS = '%json {"type": ["number", "boolean", "null"]}'
 class GemmaRules(MarkupRules):
     """As those of markup. Each schema behind a reference is a rule, since schemas may refer to each other in circles."""
 
-    def __init__(self, name: str, root: dict[str, Any], form: CallForm, marks: Marks) -> None:
-        super().__init__(name, root, form, marks)
+    def __init__(self, name: str, root: dict[str, Any], form: CallForm, marks: Marks, allowance: Allowance) -> None:
+        super().__init__(name, root, form, marks, allowance)
         assert form.markup is not None
         self._text_begin = marks.said(form.markup.text_begin)
         self._name_of_any = _NAME
@@ -57,11 +65,12 @@ class GemmaRules(MarkupRules):
 
     def _parts(self, schema: dict[str, Any]) -> Iterator[str]:
         """Yield what a value may be."""
+        self._spend(len(schema))
         kind = schema.get("type")
         if "enum" in schema or "const" in schema:
-            yield from self._listed_parts(schema, kind)
+            yield from self._listed_parts(schema)
         elif isinstance(kind, list):
-            for one in kind:
+            for one in types_of(schema):
                 yield from self._parts(of_type(schema, one))
         elif kind == "string":
             yield from self._texts(schema, set())
@@ -78,8 +87,9 @@ class GemmaRules(MarkupRules):
                 "a value without a type is not allowed in this form; allowed: one with type, enum or anyOf"
             )
 
-    def _listed_parts(self, schema: dict[str, Any], types: Any) -> Iterator[str]:
+    def _listed_parts(self, schema: dict[str, Any]) -> Iterator[str]:
         require_only(schema, _OF_LISTED)
+        types = types_of(schema)
         for one in schema["enum"] if "enum" in schema else [schema["const"]]:
             if isinstance(one, dict | list):
                 raise UnsayableError(f"enum: {shown(one)} is not allowed in this form; allowed: no object and no array")
@@ -98,7 +108,10 @@ class GemmaRules(MarkupRules):
             before = [f'({part} ",")?' for part, _ in parts[:first]]
             said = [" ".join((*before, parts[first][0], *more[first + 1 :]))]
         else:
-            said = [" ".join((part, *more[place + 1 :])) for place, (part, _) in enumerate(parts)]
+            said = []
+            for place, (part, _) in enumerate(parts):
+                said.append(" ".join((part, *more[place + 1 :])))
+                self._spend(len(said[-1]))
             said += ['""', *([f"{other} {more[-1]}"] if rest is not False else [])]
         return f'"{{" ({" | ".join(said)}) "}}"'
 

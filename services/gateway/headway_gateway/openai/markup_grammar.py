@@ -9,14 +9,15 @@ something else, no text looks like something else: a reader could not tell them 
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from headway_gateway.openai.grammar_marks import Marks
-from headway_gateway.openai.markup_values import kinds_of, referred
+from headway_gateway.openai.markup_values import kinds_said, parts_of, referred
 from headway_gateway.openai.tool_calls import CallForm
-from headway_gateway.openai.tool_schemas import moved
+from headway_gateway.openai.tool_schemas import moved, references_in
 from headway_gateway.text.grammar_literals import pattern, text
+from headway_proto.sampling import MAX_CONSTRAINT_BYTES
 from headway_proto.schema_formats import DURATION, FORMATS, FORMATS_OF_DRAFTS, PATTERNS, UUID, escaped
 from headway_proto.schema_keywords import ASSERTIONS, OF_KINDS
 from headway_proto.wording import shown
@@ -50,23 +51,44 @@ _SAYS_NOTHING_OF = {kind: frozenset().union(*OF_KINDS.values()) - own for kind, 
 _DEFINITIONS = ("$defs", "definitions")
 _MOST_HOPS = 8
 _NAME = r"[^<>{quote}\s](?:[^<>{quote}\n]*[^<>{quote}\s])?"
-_GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|([()|^$])", re.DOTALL)
+_GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\Z)|([()|^$])", re.DOTALL)
+"""A class that does not end goes up to the end, so that it is looked through once."""
 
 
 class UnsayableError(ValueError):
     """A schema has no rules; one line."""
 
 
+class Allowance:
+    """How much may be said of tools together, in bytes of rules and in parts of schemas looked at.
+
+    A short schema may say much: by references to one part, each place that refers to it has all of it.
+    """
+
+    def __init__(self) -> None:
+        self._left = 2 * MAX_CONSTRAINT_BYTES  # the whole grammar is measured for itself
+
+    def spend(self, count: int) -> None:
+        """Count what is said or looked at.
+
+        Raises:
+            UnsayableError: it is more than a constraint may have.
+        """
+        self._left -= count
+        if self._left < 0:
+            raise UnsayableError("its rules are too long for this form; allowed: a shorter schema")
+
+
 class MarkupRules:
     """Rules of all parameters by the ``root`` schema of a tool's arguments, in its order. The form is markup."""
 
-    def __init__(self, name: str, root: dict[str, Any], form: CallForm, marks: Marks) -> None:
+    def __init__(self, name: str, root: dict[str, Any], form: CallForm, marks: Marks, allowance: Allowance) -> None:
         """``name`` is that of the first rule; others begin with it, and terminals with it in capitals."""
         assert form.markup is not None
         markup = form.markup
         self._more: list[str] = []
         """Rules and terminals beside the first."""
-        self._name, self._root = name, root
+        self._name, self._root, self._spend = name, root, allowance.spend
         said = marks.said
         lines = ' "\\n"' if markup.has_lines else ""
         self._key = f"{BREAK} {said(markup.key)}"
@@ -124,18 +146,19 @@ class MarkupRules:
 
     def _value(self, schema: Any) -> str:
         """Return the value with its end as the right side of a rule."""
-        kinds = set(kinds_of(schema, self._root))
+        kinds = self._kinds(schema)
         if kinds and "string" not in kinds:
             return self._json(schema)
         members = list(self._members(schema))
-        others = {kind for member in members for kind in kinds_of(member, self._root)} - {"string"}
+        others = {kind for member in members for kind in self._kinds(member)} - {"string"}
         said = dict.fromkeys(one for member in members for one in self._member(member, others))
         return " | ".join(said)
 
     def _members(self, schema: Any, hops: int = _MOST_HOPS) -> Iterator[dict[str, Any]]:
         """Yield schemas of which a value follows one; each is of texts, or of other things."""
         plain = self._plain(schema)
-        kinds = set(kinds_of(plain, self._root))
+        self._spend(len(plain))
+        kinds = self._kinds(plain)
         if not hops:
             raise UnsayableError("it refers to others too often; allowed: fewer $ref")
         several = [key for key in ("anyOf", "oneOf") if key in plain]
@@ -146,13 +169,14 @@ class MarkupRules:
                 yield from self._members(one, hops - 1)
         elif kinds - {"string"} and "string" in kinds and isinstance(plain.get("enum"), list):
             require_only(plain, frozenset(("enum", "type")))
-            found = [one for one in plain["enum"] if is_of(one, plain.get("type"))]
+            types = types_of(plain)
+            found = [one for one in plain["enum"] if is_of(one, types)]
             if not found:
                 raise UnsayableError("enum: no value of it has its type; allowed: one or more")
             texts = [one for one in found if isinstance(one, str)]
-            yield from ({"enum": some} for some in (texts, [one for one in found if one not in texts]) if some)
+            yield from ({"enum": some} for some in (texts, [one for one in found if not isinstance(one, str)]) if some)
         elif kinds - {"string"} and "string" in kinds and isinstance(plain.get("type"), list):
-            for kind in dict.fromkeys(plain["type"]):
+            for kind in types_of(plain):
                 yield from self._members(of_type(plain, kind), hops - 1)
         elif kinds - {"string"} and "string" in kinds:
             raise UnsayableError(
@@ -162,7 +186,7 @@ class MarkupRules:
             yield plain
 
     def _member(self, schema: dict[str, Any], others: set[str]) -> Iterator[str]:
-        kinds = set(kinds_of(schema, self._root))
+        kinds = self._kinds(schema)
         if not kinds - {"string"}:
             yield from self._texts(schema, others)
         elif len(kinds) == 1 and kinds <= _WORDS.keys() and set(ASSERTIONS.intersection(schema)) == {"type"}:
@@ -184,7 +208,7 @@ class MarkupRules:
         """A value must be of one alone."""
         seen: set[str] = set()
         for one in schemas:
-            kinds = {"number" if kind == "integer" else kind for kind in kinds_of(self._plain(one), self._root)}
+            kinds = {"number" if kind == "integer" else kind for kind in self._kinds(self._plain(one))}
             if not kinds or kinds & seen:
                 raise UnsayableError("oneOf is not allowed in this form for values of one type; allowed: anyOf")
             seen |= kinds
@@ -217,23 +241,52 @@ class MarkupRules:
         return [self._holds_a_mark, *(_LOOKS_LIKE[one] for one in sorted(others))]
 
     def _text(self, words: str) -> str:
+        self._spend(len(words))
         return f"{text(words + self._text_end)} {self._token_end}"
 
+    def _kinds(self, schema: Any) -> set[str]:
+        """Return the types that a schema allows, as far as it says so by itself."""
+        kinds: set[str] = set()
+        for one in parts_of(schema, self._root):
+            self._spend(1 + len(str(one.get("$ref", ""))))
+            for kind in kinds_said(one):
+                self._spend(1)
+                kinds.add(kind)
+        return kinds
+
     def _json(self, schema: Any) -> str:
-        within = moved(schema, "#/$defs/whole")
-        if within != schema:
-            known = {key: self._root[key] for key in _DEFINITIONS if key in self._root}
-            written = json.dumps([schema, known])
-            if written.count('"$ref": ') == sum(written.count(f'"$ref": "#/{key}/') for key in known):
-                within = {**schema, **known}
-            else:
-                within = {**within, "$defs": {"whole": moved(self._root, "#/$defs/whole")}}
-        return f"%json {json.dumps(within, ensure_ascii=False)} {self._text('')}"
+        known = self._definitions_for(schema)
+        if known is None:
+            within = {**moved(schema, "#/$defs/whole"), "$defs": {"whole": moved(self._root, "#/$defs/whole")}}
+        else:
+            within = {**schema, **known} if known else schema
+        said = json.dumps(within, ensure_ascii=False)
+        self._spend(len(said))
+        return f"%json {said} {self._text('')}"
+
+    def _definitions_for(self, schema: Any) -> dict[str, dict[str, Any]] | None:
+        """Return the definitions that a schema refers to, and what these refer to; None if it refers to something else."""
+        found: dict[str, dict[str, Any]] = {}
+        waiting = [schema]
+        while waiting:
+            for path in references_in(waiting.pop()):
+                self._spend(len(path))
+                key, _, rest = path.removeprefix("#/").partition("/")
+                name = rest.partition("/")[0]
+                definitions = self._root.get(key) if key in _DEFINITIONS and path.startswith("#/") else None
+                if not isinstance(definitions, dict) or name not in definitions:
+                    return None
+                if name not in found.setdefault(key, {}):
+                    found[key][name] = definitions[name]
+                    waiting.append(definitions[name])
+        return found
 
     def _terminal(self, alike: Iterable[str], unlike: Iterable[str]) -> str:
         """Return a new terminal of what all of ``alike`` match, and none of ``unlike``."""
         name = f"{self._name.upper()}_{len(self._more)}"
-        self._more.append(f"{name}: " + " & ".join((*map(pattern, alike), *(f"~{pattern(one)}" for one in unlike))))
+        said = " & ".join((*map(pattern, alike), *(f"~{pattern(one)}" for one in unlike)))
+        self._spend(len(said))
+        self._more.append(f"{name}: {said}")
         return name
 
     def _plain(self, schema: Any) -> dict[str, Any]:
@@ -246,6 +299,7 @@ class MarkupRules:
             if said == {"allOf"} and isinstance(plain["allOf"], list) and len(plain["allOf"]) == 1:
                 schema = plain["allOf"][0]
             elif said.difference(_DEFINITIONS) == {"$ref"}:
+                self._spend(len(str(plain["$ref"])))
                 schema = referred(plain["$ref"], self._root)
             else:
                 return plain
@@ -264,11 +318,16 @@ def of_type(schema: dict[str, Any], kind: Any) -> dict[str, Any]:
     return {**{key: value for key, value in schema.items() if key not in nothing}, "type": kind}
 
 
-def is_of(value: Any, types: Any) -> bool:
+def types_of(schema: dict[str, Any]) -> dict[str, None]:
+    """Return the types that ``type`` names, each once."""
+    named = schema.get("type")
+    return dict.fromkeys(kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str))
+
+
+def is_of(value: Any, types: Collection[str]) -> bool:
     """Return whether a value has one of the types, if there are any."""
-    named = {types} if isinstance(types, str) else set(types or ())
-    kinds = set(kinds_of({"const": value}, None))
-    return not named or bool(named & (kinds | ({"number"} if kinds == {"integer"} else set())))
+    kinds = set(kinds_said({"const": value}))
+    return not types or any(kind in types for kind in kinds | ({"number"} if kinds == {"integer"} else set()))
 
 
 def _is_beside_its_pattern(schema: dict[str, Any]) -> bool:

@@ -98,17 +98,28 @@ def _value(text: str, kinds: set[str]) -> Any:
 
 
 def kinds_of(schema: Any, root: Any) -> Iterator[str]:
-    """Yield the types that a schema allows, as far as it says so by itself. Schemas may refer to each other in circles."""
+    """Yield the types that a schema allows, as far as it says so by itself."""
+    for one in parts_of(schema, root):
+        yield from kinds_said(one)
+
+
+def kinds_said(schema: dict[str, Any]) -> Iterator[str]:
+    """Yield the types that ``type``, ``enum`` and ``const`` name."""
+    named = schema.get("type")
+    yield from (kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str))
+    for value in [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
+        yield next((kind for kind, has in _KINDS.items() if has(value)), "string")
+
+
+def parts_of(schema: Any, root: Any) -> Iterator[dict[str, Any]]:
+    """Yield a schema and all that it says are its alternatives or parts. Schemas may refer to each other in circles."""
     waiting, seen = [schema], set[int]()
     while waiting:
         one = waiting.pop()
         if not isinstance(one, dict) or id(one) in seen:
             continue
         seen.add(id(one))
-        named = one.get("type")
-        yield from (kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str))
-        for value in [*_list(one.get("enum")), *([one["const"]] if "const" in one else [])]:
-            yield next((kind for kind, has in _KINDS.items() if has(value)), "string")
+        yield one
         waiting += [*_list(one.get("anyOf")), *_list(one.get("oneOf")), *_list(one.get("allOf"))]
         if "$ref" in one:
             waiting.append(referred(one["$ref"], root))

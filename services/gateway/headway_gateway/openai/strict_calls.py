@@ -14,7 +14,7 @@ from headway_gateway.openai.bodies import Function
 from headway_gateway.openai.gemma_grammar import GemmaRules
 from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.harmony import CHANNEL, CONSTRAIN, MESSAGE
-from headway_gateway.openai.markup_grammar import BREAK, MarkupRules, UnsayableError
+from headway_gateway.openai.markup_grammar import BREAK, Allowance, MarkupRules, UnsayableError
 from headway_gateway.openai.tool_calls import CallForm
 from headway_gateway.openai.tool_schemas import (
     FORCED_KEYS,
@@ -56,9 +56,10 @@ def has_rules(form: CallForm, marks: Marks) -> bool:
 def problem_of_tools(form: CallForm, tools: Tools, marks: Marks) -> str:
     """Return why a form has no rules for calls of these tools; empty if it has."""
     if form.markup is not None:
+        allowance = Allowance()
         for tool in tools:
             try:
-                _rules_of_arguments(form, tool, marks, "any")
+                _rules_of_arguments(form, tool, marks, "any", allowance)
             except UnsayableError as error:
                 return f"{shown(tool.name)}: {error}, or the tool without strict"
     return ""
@@ -111,16 +112,17 @@ def _in_markup(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> 
     name, name_end, end = map(marks.said, (form.markup.call, form.markup.name_end, form.markup.end))
     calls = f"({_any_of(tools)}){'+' if form.markup.is_list and most != 1 else ''}"
     rules = [f"call: {marks.said(form.begin)} {calls} {BREAK} {marks.said(form.end)}"]
+    allowance = Allowance()
     for place, tool in enumerate(tools):
         rules.append(f"call{place}: {BREAK} {name} {text(tool.name)} {name_end} arguments{place} {BREAK} {end}")
-        rules += _rules_of_arguments(form, tool, marks, f"arguments{place}")
+        rules += _rules_of_arguments(form, tool, marks, f"arguments{place}", allowance)
     return rules
 
 
-def _rules_of_arguments(form: CallForm, tool: Function, marks: Marks, name: str) -> list[str]:
+def _rules_of_arguments(form: CallForm, tool: Function, marks: Marks, name: str, allowance: Allowance) -> list[str]:
     assert form.markup is not None
     kind = GemmaRules if form.markup.text_begin else MarkupRules
-    return kind(name, schema_of_arguments(tool), form, marks).rules()
+    return kind(name, schema_of_arguments(tool), form, marks, allowance).rules()
 
 
 def rules_beside_text(tools: Tools) -> list[str]:

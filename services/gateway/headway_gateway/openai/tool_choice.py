@@ -31,9 +31,10 @@ def offered_tools(body: ToolsBody) -> list[Function]:
     Raises:
         CallRefusedError: INVALID_ARGUMENT.
     """
-    tools = [tool.function for tool in body.tools or ()]
-    if len(tools) > MAX_CHAT_PIECES:
-        raise invalid_argument("tools", f"{len(tools)} are not allowed; allowed: at most {MAX_CHAT_PIECES}")
+    given = body.tools or ()
+    if len(given) > MAX_CHAT_PIECES:
+        raise invalid_argument("tools", f"{len(given)} are not allowed; allowed: at most {MAX_CHAT_PIECES}")
+    tools = [tool.function for tool in given]
     first: dict[str, Function] = {}
     for place, tool in enumerate(tools):
         field = f"tools[{place}].{'' if isinstance(body, ResponsesBody) else 'function.'}name"
@@ -86,8 +87,9 @@ def _allowed_tools(body: ToolsBody) -> AllowedTools[Tool] | AllowedTools[Respons
 
 
 def _named(tools: list[Function], names: Sequence[Any], body: ToolsBody) -> list[Function]:
-    found = [tool for tool in tools if tool.name in names]
-    if not found or any(name not in [tool.name for tool in found] for name in names):
+    wanted = {name for name in names if isinstance(name, str)}
+    found = [tool for tool in tools if tool.name in wanted]
+    if not found or not all(isinstance(name, str) for name in names) or wanted != {tool.name for tool in found}:
         raise _wrong_choice(body)
     return found
 

@@ -1,6 +1,6 @@
 """The schemas of calls in JSON, as a request forces them or a template's form has them. Must not know: how calls are read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from headway_gateway.openai.bodies import Function
@@ -75,6 +75,19 @@ def _call(name: str, place: int, keys: CallKeys) -> dict[str, Any]:
         "required": [keys.name, keys.arguments],
         "additionalProperties": False,
     }
+
+
+def references_in(schema: Any) -> Iterator[str]:
+    """Yield each ``$ref`` of a schema that is a place within the whole."""
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            if isinstance(one.get("$ref"), str) and one["$ref"].startswith("#"):
+                yield one["$ref"]
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
 
 
 def moved(schema: Any, root: str) -> Any:

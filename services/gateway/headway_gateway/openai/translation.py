@@ -30,7 +30,7 @@ from headway_gateway.openai.constraints import constrain, constraint_of
 from headway_gateway.openai.tool_choice import ToolsBody, forced_tools, offered_tools
 from headway_gateway.openai.tool_schemas import schema_of_calls
 from headway_gateway.requests.input_checks import MAX_INPUTS
-from headway_gateway.requests.validation import MAX_CHAT_PIECES, too_many_biases
+from headway_gateway.requests.validation import MAX_CHAT_PIECES, MAX_STOP_TOKEN_IDS, MAX_STOPS, too_many_biases
 from headway_gateway.statuses import invalid_argument
 from headway_proto import generation_pb2 as api
 from headway_proto.sampling import MAX_LOGIT_BIAS_ENTRIES
@@ -42,6 +42,9 @@ MAX_EMBEDDED = 2048
 
 _MOST_BYTES_OF_EACH = 1 << 19
 """Of a request of several, without its prompt: more than what is allowed takes."""
+
+_MOST_BYTES_OF_TOOLS = 1 << 20
+"""Of all together. What they say becomes a grammar, in which time nothing else is served."""
 
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's."""
@@ -202,8 +205,12 @@ def add_chat(chat: api.Chat, body: ChatBody | TokenizeBody) -> None:
 
 def _add_tools(chat: api.Chat, body: ToolsBody) -> None:
     forced_tools(body)
-    if tools := offered_tools(body):
-        chat.tools = msgspec.json.encode([Tool("function", function) for function in tools]).decode()
+    if not (tools := offered_tools(body)):
+        return
+    told = msgspec.json.encode([Tool("function", function) for function in tools])
+    if len(told) > _MOST_BYTES_OF_TOOLS:
+        raise invalid_argument("tools", f"{len(told)} bytes are not allowed; allowed: at most {_MOST_BYTES_OF_TOOLS}")
+    chat.tools = told.decode()
 
 
 def add_variables(chat: api.Chat, given: dict[str, Any] | None, effort: str | None) -> None:
@@ -469,8 +476,14 @@ def _generation(body: GenerationBody, tenant: str | None) -> api.GenerateRequest
             setattr(sampling, name, value)
     if body.seed is not None:
         sampling.seed = _seed(body.seed)
-    sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
-    sampling.stop_token_ids.extend(body.stop_token_ids or ())
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    for name, entries, most in (
+        ("stop", stops, MAX_STOPS),
+        ("stop_token_ids", body.stop_token_ids or [], MAX_STOP_TOKEN_IDS),
+    ):
+        if len(entries) > most:
+            raise invalid_argument(name, f"{len(entries)} entries are not allowed; allowed: at most {most}")
+        getattr(sampling, name).extend(entries)
     if body.logit_bias is not None and len(body.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
         raise too_many_biases("logit_bias", len(body.logit_bias))
     for token_id, bias in (body.logit_bias or {}).items():

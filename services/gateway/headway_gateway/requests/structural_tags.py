@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from headway_gateway.text.grammar_literals import pattern, text
+from headway_proto.sampling import MAX_CONSTRAINT_BYTES
 from headway_proto.wording import one_line, shown
 
 TAGGED = "start: tagged\n"
@@ -104,6 +105,8 @@ def grammar_of_tags(given: bytes | str) -> str:
     Raises:
         ValueError: it is no structural tag, or has no rules; one line.
     """
+    if len(given) > MAX_CONSTRAINT_BYTES:
+        raise ValueError(f"{len(given)} bytes are not allowed; allowed: at most {MAX_CONSTRAINT_BYTES}")
     try:
         return _grammar_of_tags(given)
     except RecursionError:
@@ -180,13 +183,13 @@ class _Rules:
         return several if one.at_least_one else f"({several})?"
 
     def _triggered(self, one: _TriggeredTags) -> str:
-        triggers = _some(one.triggers, "triggers")
+        triggers = set(_some(one.triggers, "triggers"))
+        lengths = sorted(set(map(len, triggers)))
         by_trigger: dict[str, list[str]] = {}
         for tag in _some(one.tags, "tags"):
-            found = [trigger for trigger in triggers if tag.begin.startswith(trigger) and trigger]
-            if not found:
+            trigger = next((tag.begin[:length] for length in lengths if tag.begin[:length] in triggers), None)
+            if trigger is None:
                 raise ValueError(f"begin: {shown(tag.begin)} is not allowed; allowed: what begins with a trigger")
-            trigger = min(found, key=len)
             behind = tag.begin.removeprefix(trigger)
             by_trigger.setdefault(trigger, []).append(f"{text(behind) if behind else ''} {self._rest(tag)}")
         tags = [f"{self._up_to([trigger])} ({' | '.join(several)})" for trigger, several in by_trigger.items()]
