@@ -474,8 +474,9 @@ async def test_variables_reach_the_template(tmp_path: Path) -> None:
         assert refusal.value.param == "chat_template_kwargs"
         with pytest.raises(
             openai.BadRequestError, match="has no variable 'think'; it reads level, reasoning_effort, th"
-        ):
+        ) as refusal:
             await client.chat.completions.create(**request, extra_body={"chat_template_kwargs": {"think": True}})
+        assert refusal.value.param == "chat_template_kwargs"
 
 
 async def test_channels_are_thoughts_calls_and_the_answer(tmp_path: Path) -> None:

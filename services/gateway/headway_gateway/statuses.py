@@ -22,7 +22,7 @@ class CallRefusedError(Exception):
     """Ends a call.
 
     ``violations`` become a ``BadRequest``, ``retry_after_s`` a ``RetryInfo``, ``reason`` an ``ErrorInfo`` and a label
-    of the metrics.
+    of the metrics. ``field`` is what the message begins with where there is no violation: the field may be right.
     """
 
     def __init__(
@@ -33,10 +33,12 @@ class CallRefusedError(Exception):
         violations: Iterable[tuple[str, str]] = (),
         retry_after_s: float | None = None,
         reason: str = "",
+        field: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.field = field
         self.violations = tuple(violations)
         self.retry_after_s = retry_after_s
         self.reason = reason or code.name.lower()
@@ -82,9 +84,12 @@ def invalid_arguments(violations: Mapping[str, str]) -> CallRefusedError:
     return CallRefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, violations=violations.items())
 
 
-def try_later(code: grpc.StatusCode, message: str, *, reason: str = "", after_s: float = RETRY_S) -> CallRefusedError:
-    """Make a refusal with ``RetryInfo``."""
-    return CallRefusedError(code, message, retry_after_s=after_s, reason=reason)
+def try_later(
+    code: grpc.StatusCode, message: str, *, field: str = "", reason: str = "", after_s: float = RETRY_S
+) -> CallRefusedError:
+    """Make a refusal with ``RetryInfo``; ``field``: what it is about, which may be right."""
+    told = f"{field}: {message}" if field else message
+    return CallRefusedError(code, told, retry_after_s=after_s, reason=reason, field=field)
 
 
 def past_deadline() -> CallRefusedError:
@@ -108,9 +113,13 @@ def unexpected(error: BaseException, method: str) -> CallRefusedError:
 
 def renamed(refusal: CallRefusedError, names: Iterable[tuple[str, str]]) -> CallRefusedError:
     """Use a caller's field names; ``names`` pairs prefixes of ours and of theirs, and the first that fits counts."""
+    names = tuple(names)
+    if not refusal.violations and refusal.field:
+        message = refusal.message.removeprefix(f"{refusal.field}: ")
+        field, after_s = _callers_name(refusal.field, names), refusal.retry_after_s or RETRY_S
+        return try_later(refusal.code, message, field=field, reason=refusal.reason, after_s=after_s)
     if not refusal.violations:
         return refusal
-    names = tuple(names)
     made = invalid_arguments({_callers_name(field, names): description for field, description in refusal.violations})
     return CallRefusedError(
         refusal.code,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from fake_scheduler import MODEL
-from headway_gateway.statuses import CallRefusedError
+from headway_gateway.statuses import CallRefusedError, renamed
 from headway_gateway.text import constraint_check
 from headway_gateway.text.bounded_process import BoundedProcess
 from headway_gateway.text.constraint_check import ConstraintChecker
@@ -73,6 +73,9 @@ async def test_one_that_would_not_end_is_ended_by_its_processor_time_and_the_nex
             "sampling.regex: could not be compiled this time (it used up its processor time); try again, or send a simpler one"
         )
         assert (error.retry_after_s, error.violations) == (1.0, ())
+        told = renamed(error, [("sampling.regex", "structured_outputs.regex")])
+        assert told.message.startswith("structured_outputs.regex: could not be compiled this time (it used up")
+        assert (told.code, told.reason, told.retry_after_s, told.violations) == (error.code, error.reason, 1.0, ())
         assert process.returncode == -signal.SIGPROF
         await checker.check(Constraint("regex", "b"), ABLE)
 

@@ -174,12 +174,12 @@ class TestAnswersFile:
         assert path.read_text() == "mine\n"
 
 
-async def answered(respond, *, retry_s: float = 5.0, concurrency: int = 3) -> list[dict]:
+async def answered(respond, *, retry_s: float = 5.0, concurrency: int = 3, lines=LINES) -> list[dict]:
     server = Server(
         "http://x", token="t", concurrency=concurrency, retry_s=retry_s, transport=httpx2.MockTransport(respond)
     )
     try:
-        return [answer async for answer in server.answers(LINES)]
+        return [answer async for answer in server.answers(lines)]
     finally:
         await server.close()
 
@@ -207,6 +207,23 @@ class TestRunner:
     async def test_a_server_that_is_gone_ends_the_run(self) -> None:
         with pytest.raises(ServerGoneError, match=r"no answer from http://x.* \(status 503\)"):
             await answered(lambda _: httpx2.Response(503), retry_s=0.0)
+
+    @pytest.mark.parametrize("code", ["constraint_not_judged", "chat_not_rendered"])
+    async def test_a_line_that_is_never_judged_is_an_answer_at_last_and_holds_up_no_other(self, code: str) -> None:
+        lines = [msgspec.structs.replace(line, body=b"%d" % line.number) for line in LINES]
+        num_asked = 0
+
+        def respond(request: httpx2.Request) -> httpx2.Response:
+            nonlocal num_asked
+            if request.content != b"1":
+                return httpx2.Response(200, json={})
+            num_asked += 1
+            return httpx2.Response(503, headers={"retry-after": "0"}, json={"error": {"message": "m", "code": code}})
+
+        answers = await answered(respond, retry_s=0.5, lines=lines)
+        assert [answer["response"]["status_code"] for answer in answers] == [503] + [200] * (len(LINES) - 1)
+        assert num_asked > 2
+        assert answers[0]["response"]["body"]["error"]["code"] == code
 
     async def test_an_answer_that_takes_longer_than_the_patience_is_tried_again_when_it_breaks(self) -> None:
         broken: list[int] = []

@@ -112,7 +112,8 @@ def completion_requests(body: CompletionBody, tenant: str | None) -> list[api.Ge
 def completion_names(body: CompletionBody, place: int) -> Iterable[tuple[str, str]]:
     """Return the names of a request's fields; ``place``: which of the prompts it is for."""
     prompt = f"prompt[{place}]" if _is_list(body.prompt) else "prompt"
-    return (("sampling.prompt_logprobs", "logprobs"), ("sampling.", ""), ("token_ids.ids", prompt), ("text", prompt))
+    wanted = "prompt_logprobs" if body.prompt_logprobs is not None else "logprobs"  # echo asks for those, too
+    return (("sampling.prompt_logprobs", wanted), ("sampling.", ""), ("token_ids.ids", prompt), ("text", prompt))
 
 
 def drops_output(body: CompletionBody) -> bool:

@@ -54,8 +54,8 @@ class PromptEncoder:
         except PromptError as error:
             raise _refused(kind, error, model) from error
         except PromptUnavailableError as error:
-            message = f"{kind}: {error}; try again"
-            raise try_later(grpc.StatusCode.UNAVAILABLE, message, reason="chat_not_rendered") from error
+            message = f"{error}; try again"
+            raise try_later(grpc.StatusCode.UNAVAILABLE, message, field=kind, reason="chat_not_rendered") from error
 
     async def encode_input(
         self, one: api.Input, field: str, model: ModelInfo, *, with_special_tokens: bool
@@ -90,4 +90,4 @@ class PromptEncoder:
 def _refused(field: str, error: PromptError, model: ModelInfo) -> CallRefusedError:
     if isinstance(error, PromptTooLongError):
         return beyond_context(field, str(error), most_prompt_tokens(model) + 1)
-    return invalid_argument(field, str(error))
+    return invalid_argument(f"{field}.{error.part}" if error.part else field, str(error))

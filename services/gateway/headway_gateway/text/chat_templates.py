@@ -40,11 +40,16 @@ class TemplateSource(msgspec.Struct, frozen=True):
 
 
 class Rendering(msgspec.Struct, frozen=True):
-    """A text, the template's ``refusal``, or its error's kind."""
+    """A text, the template's ``refusal``, or its error's kind. ``part``: of the chat, if that alone is refused."""
 
     text: str = ""
     refusal: str = ""
     failure: str = ""
+    part: str = ""
+
+
+class _UnreadVariableError(jinja2.TemplateError):
+    """A caller gives a variable that the template does not read."""
 
 
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
@@ -142,7 +147,7 @@ class _Compiled:
         """Refuse variables of a caller that the template does not read: a slip would change nothing and stay unseen."""
         if unread := [name for name in given if name not in self._names]:
             read = ", ".join(sorted(name for name in self._names if name not in own))
-            raise jinja2.TemplateError(f"it has no variable {shown(unread[0])}; it reads {read or 'none'}")
+            raise _UnreadVariableError(f"it has no variable {shown(unread[0])}; it reads {read or 'none'}")
 
 
 class Renderer:
@@ -177,7 +182,9 @@ def main() -> None:
                 return msgspec.json.encode(Rendering())
             return msgspec.json.encode(Rendering(text=renderer.render(msgspec.json.decode(body, type=Conversation))))
         except jinja2.TemplateError as error:
-            return msgspec.json.encode(Rendering(refusal=_encodable(one_line(error, MAX_MESSAGE_CHARACTERS))))
+            part = "variables" if isinstance(error, _UnreadVariableError) else ""
+            refusal = _encodable(one_line(error, MAX_MESSAGE_CHARACTERS))
+            return msgspec.json.encode(Rendering(refusal=refusal, part=part))
         except Exception as error:  # noqa: BLE001  # Whatever a template does, it is the template's failure.
             return msgspec.json.encode(Rendering(failure=type(error).__name__))
 

@@ -154,8 +154,10 @@ class ConstraintChecker:
             try:
                 verdict = await asyncio.shield(judging)
             except NoAnswerError as error:
-                message = f"{field}: could not be compiled this time ({error}); try again, or send a simpler one"
-                raise try_later(grpc.StatusCode.UNAVAILABLE, message, reason="constraint_not_judged") from error
+                message = f"could not be compiled this time ({error}); try again, or send a simpler one"
+                raise try_later(
+                    grpc.StatusCode.UNAVAILABLE, message, field=field, reason="constraint_not_judged"
+                ) from error
         if verdict.problem:
             raise invalid_argument(field, verdict.problem)
         return verdict

@@ -14,7 +14,11 @@ _PROGRAM = "headway_gateway.text.chat_templates"
 
 
 class TemplateError(Exception):
-    """The template gave no text; the message begins with a verb."""
+    """The template gave no text; the message begins with a verb. ``part``: of the chat, if that alone is to blame."""
+
+    def __init__(self, message: str, part: str = "") -> None:
+        super().__init__(message)
+        self.part = part
 
 
 class TemplateUnavailableError(TemplateError):
@@ -89,7 +93,8 @@ class ChatTemplate:
             self._renderer.stop()
             raise TemplateError(f"{fails}: {type(error).__name__}") from None
         if answer.refusal:
-            raise TemplateError(f"{refuses}: {answer.refusal[:MAX_MESSAGE_CHARACTERS]}")
+            refuses = f"refuses these {answer.part}" if answer.part else refuses
+            raise TemplateError(f"{refuses}: {answer.refusal[:MAX_MESSAGE_CHARACTERS]}", answer.part)
         if answer.failure:
             raise TemplateError(f"{fails}: {answer.failure[:MAX_MESSAGE_CHARACTERS]}")
         return answer

@@ -47,7 +47,11 @@ class TokenizerFilesError(Exception):
 
 
 class PromptError(ValueError):
-    """The prompt is wrong."""
+    """The prompt is wrong, or its ``part`` alone."""
+
+    def __init__(self, message: str, part: str = "") -> None:
+        super().__init__(message)
+        self.part = part
 
 
 class PromptTooLongError(PromptError):
@@ -197,7 +201,7 @@ class TextModel:
         except TemplateUnavailableError as error:
             raise PromptUnavailableError(f"the chat template {error}") from error
         except TemplateError as error:
-            raise PromptError(f"the chat template {error}") from error
+            raise PromptError(f"the chat template {error}", error.part) from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text, without special tokens."""

@@ -20,6 +20,9 @@ _MOST_AHEAD = 16
 """Answers that wait for an earlier one, over the requests at a time."""
 
 _TRY_AGAIN = frozenset({429, 502, 503, 504})
+_OF_THE_LINE = frozenset({"chat_not_rendered", "constraint_not_judged"})
+"""Codes of what may pass, but may as well be the request's own doing: it took too long."""
+
 _CONFLICT, _CANCELLED = 409, "cancelled"
 _STRANGER = frozenset({401, 403})
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
@@ -116,20 +119,25 @@ class Server:
             except httpx2.TransportError as error:
                 problem = f"{type(error).__name__}: {error}".removesuffix(": ")
             now = time.monotonic()
+            since = now if failing_since is None else failing_since
+            has_patience = now - since < self._retry_s
             if response is not None:
                 if response.status_code in _STRANGER:
                     raise ServerRefusedError(
                         f"{self._client.base_url} refused with status {response.status_code}: {_reason(response)}"
                     )
                 # After a connection broke, the request that it carried may live on for a moment, and have the line's id.
-                is_recent = failing_since is not None and now - failing_since < self._retry_s
-                if response.status_code not in _TRY_AGAIN and not (is_recent and _is_conflict(response)):
+                is_old = failing_since is not None and has_patience and _is_conflict(response)
+                is_of_the_line = _said(response, "code") in _OF_THE_LINE
+                passes = has_patience if is_of_the_line else is_old or response.status_code in _TRY_AGAIN
+                if is_of_the_line or not passes:
                     self._heard_at = now
+                if not passes:
                     return _record(line, response)
                 problem = f"status {response.status_code}"
                 wait_s = max(pause_s, _seconds(response.headers.get("retry-after", "")))
             # An answer may take longer than ``retry_s``: the server is silent from the failure on.
-            failing_since = now if failing_since is None else failing_since
+            failing_since = since
             if now - max(self._heard_at, failing_since) >= self._retry_s:
                 raise ServerGoneError(f"no answer from {self._client.base_url} for {self._retry_s:g} s ({problem})")
             await asyncio.sleep(min(wait_s, _LONGEST_PAUSE_S))
