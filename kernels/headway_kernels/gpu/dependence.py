@@ -8,6 +8,7 @@ the rule: every program of such a kernel calls ``await_grid`` before it returns,
 anything but weights.
 """
 
+import os
 from functools import cache
 
 import torch
@@ -19,7 +20,12 @@ _FIRST_CAPABILITY = (9, 0)
 
 @cache
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Arguments of a launch whose kernel calls ``await_grid(PDL)``."""
+    """Arguments of a launch whose kernel calls ``await_grid(PDL)``.
+
+    ``HEADWAY_KERNEL_OVERLAP=off`` in the environment does without, to tell whether an error comes from kernels that overlap.
+    """
+    if os.environ.get("HEADWAY_KERNEL_OVERLAP") == "off":
+        return {"PDL": False}
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}

@@ -6,7 +6,7 @@ Tiles are of a device, a head size and a dtype, and hold as long as a model is o
 among them, so they change results from device to device at most, by rounding, and never with the company of a row.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -45,6 +45,14 @@ class Tunings:
         many = self.products.get(dtype.itemsize)
         return shipped if many is None else (*few, *many)
 
+    def most_tokens(self, dtype: torch.dtype) -> set[int]:
+        """Up to which numbers of tokens products with codes have tiles of their own."""
+        return _bounds((*self.of_products(dtype), *self.of_products(torch.float8_e4m3fn)))
+
+    def most_rounded_pairs(self) -> set[int]:
+        """Up to which numbers of an expert's pairs products with inputs that are rounded have tiles of their own."""
+        return _bounds(self.of_rounded_pairs())
+
     def of_pairs(self, dtype: torch.dtype) -> Tiling:
         """For the products of experts, of any number of pairs, with inputs as they are."""
         return self.pairs.get(dtype.itemsize) or shipped_pair_tiling(dtype)
@@ -53,6 +61,10 @@ class Tunings:
         """For those with inputs that are rounded to E4M3, by ascending number of an expert's pairs."""
         many = self.pairs.get(torch.float8_e4m3fn.itemsize)
         return FLOAT8_TILINGS if many is None else (replace(many, max_tokens=None),)
+
+
+def _bounds(tilings: Iterable[Tiling]) -> set[int]:
+    return {tiling.max_tokens for tiling in tilings if tiling.max_tokens is not None}
 
 
 def shipped_tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:

@@ -3,6 +3,10 @@
 Both are properties of the host's code, so no device is needed; see ``launch_log``.
 """
 
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -19,6 +23,7 @@ from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.latent import LatentAttention
 from headway_executor.gpu.preparation import try_every_size, try_largest_step
 from headway_executor.gpu.step_columns import shape_of
+from headway_kernels.gpu.dependence import dependent_launch
 from headway_proto.sampling import SamplingParams
 from launch_log import logged
 from lora_files import write_adapter
@@ -153,6 +158,91 @@ def test_nothing_is_compiled_while_serving(model):
                 opened.parts.target.forward(LaunchSize(num_tokens, 40, has_decodes=True, has_chunks=True))
     assert serving.keys - opening.keys == set()
     assert len(serving.launches) > 500
+
+
+def test_kernels_overlap_unless_that_is_switched_off(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    device = torch.device("cuda")
+    assert dependent_launch.__wrapped__(device) == {"PDL": True, "launch_pdl": True}
+    monkeypatch.setenv("HEADWAY_KERNEL_OVERLAP", "off")
+    assert dependent_launch.__wrapped__(device) == {"PDL": False}
+
+
+def test_float32_is_float32_whatever_the_environment_asks_for(tmp_path):
+    make_checkpoint(tmp_path, "llama3")
+    program = f"""
+import torch
+from headway_executor.backend import BackendConfig
+from headway_executor.backends.{{0}}_backend import {{1}}
+assert torch.get_float32_matmul_precision() == "high"
+{{1}}().open(BackendConfig(model={str(tmp_path)!r}, dtype="float32", max_num_batched_tokens=64, max_num_seqs=4, num_kv_blocks=40))
+matmul = torch.backends.cuda.matmul
+assert torch.get_float32_matmul_precision() == "highest"
+assert not torch.backends.cudnn.allow_tf32
+assert not (matmul.allow_bf16_reduced_precision_reduction or matmul.allow_fp16_reduced_precision_reduction)
+"""
+    environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "TRITON_INTERPRET": "1"}
+    for module, name in (("torch", "TorchBackend"), ("triton", "TritonBackend")):
+        subprocess.run([sys.executable, "-c", program.format(module, name)], env=environment, check=True, timeout=120)
+
+
+SIXTEEN_EXPERTS = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "eos_token_id": 0,
+    "torch_dtype": "bfloat16",
+    "num_local_experts": 16,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+
+
+def keys_of_sizes(directory, sizes, num_rows, **settings):
+    """What opening compiles, and what steps of these numbers of tokens do."""
+    backend = TritonBackend()
+    backend.open(
+        BackendConfig(model=str(directory), dtype="bfloat16", **SETTINGS | {"max_num_seqs": num_rows}, **settings)
+    )
+    parts = backend._model.parts
+    with torch.inference_mode():
+        parts.target.decoder._space.token_ids.zero_()  # No kernel will fill them.
+        with logged() as opening:
+            try_largest_step(parts)
+            for size in parts.target.step_sizes(recorded=True).recorded():
+                parts.target.forward(size)
+        with logged() as serving:
+            for num_tokens in sizes:
+                parts.target.forward(
+                    LaunchSize(num_tokens, min(num_rows, num_tokens), has_decodes=True, has_chunks=True)
+                )
+    return opening.keys, serving.keys
+
+
+def test_steps_of_which_experts_have_neither_few_pairs_nor_many_compile_nothing(tmp_path):
+    """Two of sixteen experts: recorded steps have too few pairs to be rounded, and the largest has other tiles."""
+    (tmp_path / "config.json").write_text(json.dumps(SIXTEEN_EXPERTS))
+    options = {"weights": "random"}
+    settings = {"max_num_batched_tokens": 4096, "quantization": "fp8", "options": options}
+    opening, serving = keys_of_sizes(tmp_path, (528, 1024, 2048, 2064, 4096), 40, **settings)
+    assert len({key for key in serving if key[0] == "_float8_pairs"}) > 2
+    assert serving - opening == set()
+
+
+def test_parts_of_columns_are_aligned_with_any_number_of_rows_and_compile_nothing(tmp_path):
+    make_checkpoint(tmp_path, "glm_moe_dsa")
+    sizes = (528, 592, 608, 704, 720, 736, 928, 1520, MOST_TOKENS)
+    for num_rows in (40, 201):
+        opening, serving = keys_of_sizes(tmp_path, sizes, num_rows, max_num_batched_tokens=MOST_TOKENS)
+        assert serving - opening == set()
 
 
 def test_without_graphs_nothing_is_compiled_while_serving_either(tmp_path):

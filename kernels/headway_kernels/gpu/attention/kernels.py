@@ -24,6 +24,11 @@ from headway_kernels.gpu.attention.tiles import (
 )
 from headway_kernels.gpu.dependence import await_grid
 
+ROW_COLUMNS = ["rows", "query_start", "kv_length", "split_ends", "tile_ends", "splits_per_item"]
+"""Columns of a step's rows. They may be parts of others, which are aligned or not with the number of rows: a kernel is not
+compiled for either.
+"""
+
 _LEAST = tl.constexpr(-1.0e30)
 """The start of a running maximum: finite, so that a tile that a query does not see leaves no NaN (-inf - -inf)."""
 
@@ -61,7 +66,7 @@ def _load_queries(
     return queries, shared
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_COLUMNS)
 def plan_kernel(
     query_start,
     kv_length,
@@ -94,7 +99,7 @@ def plan_kernel(
     tl.store(tile_ends + row, tl.cumsum(tiles, 0), mask=real)
 
 
-@triton.jit(do_not_specialize=["num_rows", "window"])
+@triton.jit(do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=ROW_COLUMNS)
 def chunk_kernel(
     query,
     pool,
@@ -268,7 +273,7 @@ def chunk_kernel(
         tl.store(pointers, result, mask=real[:, None] & in_head[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "window"])
+@triton.jit(do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=ROW_COLUMNS)
 def decode_kernel(
     query,
     pool,

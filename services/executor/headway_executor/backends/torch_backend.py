@@ -38,6 +38,7 @@ from headway_executor.models.model_settings import (
     ModelSettings,
     device_of,
     draft_settings_of,
+    require_full_precision,
     settings_of,
 )
 from headway_executor.models.sentence_pooling import default_pooling
@@ -79,6 +80,7 @@ class TorchBackend:
         """See ``ExecutorBackend.open``."""
         device = device_of(config)
         check_settings(config, TORCH)
+        require_full_precision()
         directory = Path(config.model)
         if is_encoder(directory):
             self._model, info = open_encoder(config, device)

@@ -41,6 +41,7 @@ from headway_executor.models.model_settings import (
     ModelSettings,
     device_of,
     draft_settings_of,
+    require_full_precision,
     require_head,
     require_head_of_draft,
     settings_of,
@@ -97,8 +98,7 @@ class TritonBackend:
             raise BackendConfigError(
                 "backend_options activations 'fp8' is not allowed with a compute capability below 8.9; allowed here: auto, exact"
             )
-        # Sums in bfloat16 would save little time and lose much precision.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        require_full_precision()
         draft = _draft_settings(config, settings)
         part = part_of(model_config, config.place)
         self._group = joined(config, TRITON)

@@ -123,6 +123,19 @@ class DeviceParts:
             self.draft.open_pool(num_blocks, num_host_blocks=0, host_memory=lambda *_: None)
         return mover
 
+    @property
+    def tiling_bounds(self) -> set[int]:
+        """Up to which numbers of tokens steps have products with tiles of their own."""
+        model_config, dtype, _ = self.settings
+        bounds = self._tunings.most_tokens(dtype)
+        for feed in dict.fromkeys(layer.feed_forward for layer in model_config.layers):
+            if feed.experts is not None:
+                routing = feed.experts.routing
+                bounds |= {
+                    most * routing.num_experts // routing.num_chosen for most in self._tunings.most_rounded_pairs()
+                }
+        return bounds
+
     def launch(self, batch: StepBatch, shape: StepShape, *, draws: bool = False) -> None:
         """Send the step's columns and launch it; ``draws``: with the likeliest token of each row behind it."""
         size = self.target.size_of(shape, draws=draws)

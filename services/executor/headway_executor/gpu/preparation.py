@@ -11,6 +11,7 @@ import torch
 
 from headway_executor.backend import StepBatch
 from headway_executor.gpu.block_mover import BlockMover
+from headway_executor.gpu.device_model import ALIGNMENT
 from headway_executor.gpu.device_parts import DeviceParts
 from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.largest_step import any_row, largest_step
@@ -71,6 +72,7 @@ def try_largest_step(parts: DeviceParts) -> None:
     batch, shape = _launch_largest(parts, most_rows=parts.most_rows)
     if parts.draft is not None:
         parts.draft.forward(parts.draft.size_of(shape._replace(num_rows=min(shape.num_rows, config.max_num_seqs))))
+    _try_tilings(parts)
     _try_adapters(parts)
     decoder = parts.target.decoder
     if decoder.has_head:
@@ -90,6 +92,15 @@ def _launch_largest(parts: DeviceParts, *, most_rows: int) -> tuple[StepBatch, S
     shape = shape_of(batch)
     parts.launch(batch, shape)
     return batch, shape
+
+
+def _try_tilings(parts: DeviceParts) -> None:
+    """Between the recorded steps and the largest there may be some whose products have tiles that neither have."""
+    for bound in parts.tiling_bounds:
+        num_tokens = bound // ALIGNMENT * ALIGNMENT
+        if 0 < num_tokens < parts.config.max_num_batched_tokens:
+            num_rows = min(num_tokens, parts.most_rows)
+            parts.target.forward(LaunchSize(num_tokens, num_rows, has_decodes=True, has_chunks=True))
 
 
 def _try_adapters(parts: DeviceParts) -> None:

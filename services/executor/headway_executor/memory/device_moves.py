@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.backend import StepBatch
-from headway_executor.memory.host_pool import HostBytes, allocate_blocks, as_blocks
+from headway_executor.memory.host_pool import HostBytes, allocate_blocks, as_blocks, in_one_go, parts_of
 from headway_executor.memory.move_fences import NOTHING, MoveFences, RowBlocks
 from headway_proto.columns import Int32Array
 
@@ -166,10 +166,12 @@ class _CudaQueues:
 
     def load(self, contents: HostBytes, blocks: Int32Array) -> None:
         layers = self._layers
+        others = as_blocks(contents, (len(blocks), *self._host.shape[1:]), layers.dtype)
         with torch.cuda.stream(self._swaps):
-            others = as_blocks(contents, (len(blocks), *self._host.shape[1:]), layers.dtype).pin_memory()
             index = torch.from_numpy(blocks.astype(np.int64)).pin_memory().to(layers.device, non_blocking=True)
-            layers.index_copy_(1, index, others.to(layers.device, non_blocking=True).transpose(0, 1))
+            for part in parts_of(len(blocks), in_one_go(others)):
+                staged = others[part].pin_memory().to(layers.device, non_blocking=True)
+                layers.index_copy_(1, index[part], staged.transpose(0, 1))
 
     def copy(self, pairs: Int32Array) -> None:
         from headway_kernels.gpu import block_moves

@@ -52,7 +52,7 @@ class HostPool:
         shape = (num_blocks, *block_shape)
         self._blocks = allocate_blocks(shape, dtype, device) if memory is None else as_blocks(memory, shape, dtype)
         self._is_staged = device.type != "cpu"
-        self._in_one_go = max(1, _STAGED_BYTES // max(1, self._blocks[:1].nbytes))
+        self._in_one_go = in_one_go(self._blocks)
 
     def store(self, layers: Tensor, blocks: Int32Array, host_blocks: Int32Array) -> None:
         """Swap out ``blocks`` of ``layers`` (``KvPool.layers``); both int32, ``[n]``."""
@@ -97,8 +97,18 @@ class HostPool:
             crc32(self._blocks[host_block].view(torch.uint8).numpy().data)
 
     def _parts(self, count: int) -> Iterator[slice]:
-        for start in range(0, count, self._in_one_go):
-            yield slice(start, min(start + self._in_one_go, count))
+        return parts_of(count, self._in_one_go)
+
+
+def in_one_go(blocks: Tensor) -> int:
+    """How many of these are copied at once: what lies between takes memory that no step has asked for."""
+    return max(1, _STAGED_BYTES // max(1, blocks[:1].nbytes))
+
+
+def parts_of(count: int, most: int) -> Iterator[slice]:
+    """Divide blocks into parts of at most ``most``."""
+    for start in range(0, count, most):
+        yield slice(start, min(start + most, count))
 
 
 def memory_for(

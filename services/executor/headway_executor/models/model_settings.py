@@ -71,6 +71,17 @@ def device_of(config: BackendConfig) -> torch.device:
     return device
 
 
+def require_full_precision() -> None:
+    """Let CUDA's libraries multiply what they are given and add in float32, whatever the environment says.
+
+    Sums in 16 bits would save little time and lose much precision. Some containers ask for TF32 in place of float32.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 def draft_settings_of(config: BackendConfig, model_config: ModelConfig, max_model_len: int) -> ModelSettings:
     """Read and check the draft model's configuration.
 
