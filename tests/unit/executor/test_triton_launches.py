@@ -240,9 +240,9 @@ def test_steps_of_which_experts_have_neither_few_pairs_nor_many_compile_nothing(
 def test_parts_of_columns_are_aligned_with_any_number_of_rows_and_compile_nothing(tmp_path):
     make_checkpoint(tmp_path, "glm_moe_dsa")
     sizes = (528, 592, 608, 704, 720, 736, 928, 1520, MOST_TOKENS)
-    for num_rows in (40, 201):
-        opening, serving = keys_of_sizes(tmp_path, sizes, num_rows, max_num_batched_tokens=MOST_TOKENS)
-        assert serving - opening == set()
+    opening, serving = keys_of_sizes(tmp_path, sizes, 201, max_num_batched_tokens=MOST_TOKENS)
+    assert len({key for key in serving if key[0] == "decode_kernel"}) > 1
+    assert serving - opening == set()
 
 
 def test_without_graphs_nothing_is_compiled_while_serving_either(tmp_path):
