@@ -263,7 +263,9 @@ class GenerationServicer(api_grpc.GenerationServicer):
         return prompt_ids
 
     async def _text_of(self, request: api.GenerateRequest, prompt_ids: list[int]) -> str:
-        return request.text if request.HasField("text") else await self._lanes.decode(prompt_ids)
+        if request.HasField("text"):
+            return request.text
+        return await self._lanes.decode(prompt_ids, keeps_special_tokens=request.keep_special_tokens)
 
     async def _begin_constraint(self, constraint: Constraint, model: ModelInfo, caller: str) -> Beginning:
         began_at = time.monotonic()

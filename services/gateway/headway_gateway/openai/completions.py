@@ -3,7 +3,7 @@
 Must not know: chats, how a generation runs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -107,18 +107,26 @@ class Sink(Protocol):
 class LogprobColumns:
     """Makes one choice's columns, piece by piece."""
 
-    def __init__(self, token_text: TokenText, detokenizer: Detokenizer) -> None:
-        """``detokenizer``: it makes the choice's text once more, to count its characters."""
+    def __init__(
+        self, token_text: TokenText, detokenizer: Detokenizer, special_tokens: Collection[str] = frozenset()
+    ) -> None:
+        """``detokenizer``: it makes the choice's text once more, to count its characters. Of ``special_tokens`` an echoed
+        prompt may have those that it was given, but not those that were put before it.
+        """
         self._token_text = token_text
         self._detokenizer = detokenizer
+        self._special_tokens = special_tokens
         self._offset = 0
 
     def of(self, tokens: Iterable[Token], choice_text: str) -> Logprobs:
         """Return the columns of the next tokens; ``choice_text`` is the choice's with which they came."""
         columns = Logprobs([], [], [], [])
-        for token_id, entry in tokens:
+        prompt_text: str | None = None
+        for place, (token_id, entry) in enumerate(tokens):
             text = self._token_text(token_id)
-            columns.text_offset.append(self._next_offset(token_id, text, choice_text))
+            if place == 0 and entry is None:
+                prompt_text = choice_text
+            columns.text_offset.append(self._next_offset(token_id, text, choice_text, prompt_text))
             columns.tokens.append(text)
             if entry is None:
                 columns.token_logprobs.append(None)
@@ -129,8 +137,10 @@ class LogprobColumns:
             columns.top_logprobs.append(self._top(text, own, entry))
         return columns
 
-    def _next_offset(self, token_id: int, own: str, choice_text: str) -> int:
+    def _next_offset(self, token_id: int, own: str, choice_text: str, prompt_text: str | None) -> int:
         before, more = self._offset, self._detokenizer.push((token_id,))
+        if prompt_text is not None and own in self._special_tokens:
+            more = own if prompt_text.startswith(own, before) else ""
         if not before and choice_text.startswith(own) and own.lstrip(" ") == more.lstrip(" "):
             more = own  # some decoders drop spaces before a first word, and none of one that stands behind a prompt
         self._offset += len(more)
@@ -320,7 +330,7 @@ class Completions:
 
     def _columns(self, body: CompletionBody) -> LogprobColumns:
         detokenizer = self._text_model.new_detokenizer(keeps_special_tokens=body.skip_special_tokens is False)
-        return LogprobColumns(self._token_text, detokenizer)
+        return LogprobColumns(self._token_text, detokenizer, self._text_model.special_tokens)
 
     async def _run(
         self, call: HttpCall, body: CompletionBody, requests: Sequence[api.GenerateRequest], sink: Sink, tally: Tally

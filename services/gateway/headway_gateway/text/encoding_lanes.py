@@ -43,8 +43,10 @@ class EncodingLanes:
     async def encode_chat_prefix(self, chat: Conversation, *, max_tokens: int) -> list[int]:
         return await self._run(2 * chat.size, lambda: self._text_model.encode_chat_prefix(chat, max_tokens=max_tokens))
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        return await self._run(len(token_ids), lambda: self._text_model.decode(token_ids))
+    async def decode(self, token_ids: Sequence[int], *, keeps_special_tokens: bool = False) -> str:
+        return await self._run(
+            len(token_ids), lambda: self._text_model.decode(token_ids, keeps_special_tokens=keeps_special_tokens)
+        )
 
     def close(self) -> None:
         self._ordinary.shutdown(wait=False, cancel_futures=True)

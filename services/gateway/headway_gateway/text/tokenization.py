@@ -203,9 +203,9 @@ class TextModel:
         except TemplateError as error:
             raise PromptError(f"the chat template {error}", error.part) from error
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text, without special tokens."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, keeps_special_tokens: bool = False) -> str:
+        """Return the text."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=not keeps_special_tokens)
 
     def text_of_token(self, token_id: int) -> str:
         """Return one token's text inside a text. Special tokens have theirs; U+FFFD stands for a part of a character."""
