@@ -251,6 +251,14 @@ _MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {
         attn_scale=0.4,
         rope_parameters=_LLAMA3_ROPE,
     ),
+    "llama4-yarn": lambda: _llama4(
+        head_dim=12,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        intermediate_size=32,
+        intermediate_size_mlp=40,
+        rope_parameters={"rope_theta": 10_000.0, **_YARN_ROPE},
+    ),
     "qwen2_moe": lambda: _qwen2_moe(
         num_experts=6,
         num_experts_per_tok=3,

@@ -147,8 +147,9 @@ def test_context_includes_the_rope_scaling(tmp_path, rope, context):
     assert read(tmp_path, LLAMA | {"rope_parameters": rope}).context == context
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("llama")])
+@pytest.mark.parametrize("name", sorted({name for name in FAMILIES if name.startswith("llama")} - {"llama4-yarn"}))
 def test_rotations_equal_transformers(tmp_path, name):
+    """But of Llama 4, which normalises what is rotated, so that the factor of yarn does not count."""
     model = make_model(name)
     model.save_pretrained(tmp_path)
     config = model.config
@@ -387,6 +388,8 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name
     [
         ("afmoe", {"attention_bias": True}, "attention_bias"),
         ("afmoe", {"num_expert_groups": 2}, "num_expert_groups"),
+        ("laguna", {"attention_bias": True}, "attention_bias"),
+        ("gpt_neo", {"attention_layers": ["global"] * 3}, "attention_layers"),
         ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank"),
         ("deepseek_v32", {"index_head_dim": 22}, "index_head_dim"),
         ("deepseek_v32", {"rope_interleave": False}, "rope_interleave"),
@@ -635,6 +638,45 @@ def test_a_theta_that_is_not_named_is_that_of_transformers(tmp_path, name):
     inner = [section for section in theirs.values() if isinstance(section, dict)]
     expected = {section["rope_theta"] for section in inner or [theirs]}
     assert {rope.theta for rope in read_model_config(tmp_path).ropes} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        *(
+            (name, "num_key_value_heads")
+            for name in ("mistral", "ministral3", "mixtral", "lfm2", "lfm2_moe", "minimax")
+        ),
+        ("qwen3_moe", "num_key_value_heads"),
+        ("qwen3_moe", "head_dim"),
+        ("granitehybrid-experts", "shared_intermediate_size"),
+    ],
+)
+def test_a_size_that_is_absent_is_that_of_transformers(tmp_path, name, field):
+    """Whatever it is in the models of the other tests."""
+    model = make_model(name)
+    values = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    if field != "shared_intermediate_size":
+        values |= {"num_attention_heads": 16, "hidden_size": 256, "num_key_value_heads": 16}
+    usual = ({"head_dim": 256 // 16} | type(model.config)().to_dict())[field]
+    assert usual != values[field]
+    others = {other: value for other, value in values.items() if other != field}
+    assert read(tmp_path, others) == read(tmp_path, others | {field: usual})
+
+
+def test_modernberts_window_may_be_named_by_itself(tmp_path):
+    make_model("modernbert_decoder").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    config = read(tmp_path, values | {"sliding_window": 7})
+    assert AutoConfig.from_pretrained(tmp_path).sliding_window == 7
+    assert {layer.window for layer in config.layers} == {None, 7}
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe", "lfm3"])
+def test_lfm_has_one_activation_whatever_a_file_names(tmp_path, name):
+    model = make_model(name)
+    values = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    assert read(tmp_path, values | {"hidden_act": "gelu"}) == read(tmp_path, values)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from backend_driver import BackendDriver, Request, load_adapter
 from checkpoints import VOCAB_SIZE, make_checkpoint
@@ -434,6 +435,18 @@ def test_gemma_4_unified_is_gemma_4_with_other_defaults(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(alone | {"use_bidirectional_attention": "all"}))
     with pytest.raises(ModelFilesError, match="use_bidirectional_attention 'all' is not supported"):
         read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe"])
+def test_what_a_text_part_leaves_out_is_what_transformers_takes_for_it(tmp_path, name):
+    make_whole(tmp_path, name)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    for field in ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings"):
+        whole["text_config"].pop(field, None)
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    theirs, ours = AutoConfig.from_pretrained(tmp_path).get_text_config(), read_model_config(tmp_path)
+    assert {rope.theta for rope in ours.ropes} == {theirs.rope_parameters["rope_theta"]}
+    assert ours.context == theirs.max_position_embeddings
 
 
 def test_what_is_not_read_is_not_waited_for(tmp_path):

@@ -54,10 +54,11 @@ def rotate_(heads: Tensor, rotation: Tensor) -> None:
     rotation = rotation[..., : heads.shape[-1] // 2]
     heads = heads[..., : 2 * rotation.shape[-1]]
     paired = (*heads.shape[:-1], -1, 2)
-    if heads.dtype == torch.float32:
+    are_pairs = not any(place % 2 for place in (heads.storage_offset(), *heads.stride()[:-1]))
+    if heads.dtype == torch.float32 and are_pairs:
         torch.view_as_complex(heads.view(paired)).mul_(rotation)
     else:
-        wide = torch.view_as_complex(heads.float().view(paired))
+        wide = torch.view_as_complex(heads.float().contiguous().view(paired))
         heads.copy_(torch.view_as_real(wide * rotation).flatten(-2))
 
 

@@ -12,6 +12,7 @@ from headway_executor.models.families.reading import (
     read_model,
     read_plain_feed_forward,
     refuse_groups,
+    refuse_unless,
 )
 
 _GLOBAL, _LOCAL = "global", "local"
@@ -56,4 +57,5 @@ def _kinds(fields: ConfigFields) -> list[str]:
         raise fields.refuse(
             "attention_types", f"pairs of a list of {_GLOBAL} and {_LOCAL}, and a number, for {count} layers"
         )
+    refuse_unless(fields, "attention_layers", kinds)
     return kinds

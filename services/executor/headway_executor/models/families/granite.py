@@ -52,12 +52,12 @@ def read_granite_moe(fields: ConfigFields) -> ModelConfig:
     return read_scaled(fields, read_mixture(fields))
 
 
-def read_mixture(fields: ConfigFields) -> FeedForwardConfig:
-    """Experts, and a shared one."""
+def read_mixture(fields: ConfigFields, shared_size: int = 0) -> FeedForwardConfig:
+    """Experts, and a shared one; ``shared_size`` is a default."""
     is_stacked = not is_of_gguf(fields)
     experts = ExpertsConfig(
         routing=read_routing(fields, ("num_local_experts", 8), chosen=2, is_normalised=True),
-        shared_size=fields.integer("shared_intermediate_size", 0, low=0),
+        shared_size=fields.integer("shared_intermediate_size", shared_size, low=0),
         stack="rows" if is_stacked else None,
         names=_EXPERT_NAMES if is_stacked else _NAMES_APART,
     )

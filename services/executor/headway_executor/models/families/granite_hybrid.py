@@ -18,6 +18,7 @@ from headway_executor.models.tensor_names import TensorNames
 
 _DENSE_NAMES = TensorNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 _NAMES_APART = TensorNames(gate_up=("shared_mlp.gate_proj", "shared_mlp.up_proj"), down="shared_mlp.down_proj")
+_SHARED_SIZE = 1024
 _OLDER_KINDS = {"mamba": LINEAR, "attention": FULL}
 
 
@@ -31,8 +32,9 @@ def read_granite_hybrid(fields: ConfigFields) -> ModelConfig:
         raise fields.refuse("position_embedding_type", "rope, nope, or absent")
     rotates = [positions == "rope"] * len(kinds)
     if fields.integer("num_local_experts", 8, low=0):
-        return read_scaled(fields, read_mixture(fields), recurrences=recurrences, rotates=rotates)
+        mixture = read_mixture(fields, _SHARED_SIZE)
+        return read_scaled(fields, mixture, recurrences=recurrences, rotates=rotates)
     names = _NAMES_APART if is_of_gguf(fields) else _DENSE_NAMES
-    width = fields.integer("shared_intermediate_size", 1024)
+    width = fields.integer("shared_intermediate_size", _SHARED_SIZE)
     dense = msgspec.structs.replace(read_feed_forward(fields), intermediate_size=width)
     return read_scaled(fields, dense, names=names, recurrences=recurrences, rotates=rotates)

@@ -18,6 +18,7 @@ from headway_executor.models.families.reading import (
     read_feed_forward,
     read_model,
     refuse_others,
+    refuse_unless,
     windows_of,
     with_attentions,
 )
@@ -91,15 +92,13 @@ def _attention_of(fields: ConfigFields, rope: ConfigFields, num_heads: int) -> A
     gating = fields.values.get("gating", True)
     if not isinstance(gating, bool | str) or gating not in _GATES:
         raise fields.refuse("gating", "true, per-head, per-element")
-    has_bias = fields.flag("attention_bias", default=False)
+    refuse_unless(fields, "attention_bias", False)  # Gates have none.
     read = read_attention(
         ConfigFields(fields.source, {**fields.values, "num_attention_heads": num_heads}),
         head_dim=128,
         num_kv_heads=8,
         partial=rope.number("partial_rotary_factor"),
         qk_norm="head",
-        qkv_bias=has_bias,
-        output_bias=has_bias,
     )
     return msgspec.structs.replace(read, gates=_GATES[gating], gate_kind="softplus")
 

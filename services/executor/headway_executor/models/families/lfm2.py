@@ -72,7 +72,7 @@ def read_lfm2_moe(fields: ConfigFields) -> ModelConfig:
         experts=msgspec.structs.replace(experts, names=names),
     )
     first = fields.integer("num_dense_layers", 2, low=0)
-    dense = read_feed_forward(fields)
+    dense = FeedForwardConfig(intermediate_size=fields.integer("intermediate_size"))
     return _read(fields, [sparse if i >= first else dense for i in range(num_layers_of(fields))])
 
 
@@ -95,7 +95,7 @@ def read_lfm3(fields: ConfigFields) -> ModelConfig:
         fields,
         default_context=128_000,
         attention=attention,
-        feed_forward=read_feed_forward(fields),
+        feed_forward=FeedForwardConfig(intermediate_size=fields.integer("intermediate_size")),
         norm=NormConfig(eps=fields.number("norm_eps", 1e-5), rounds_first=True),
         windows=windows_of(fields, kinds, window_of(fields, 256)),
         ropes=ropes_of(fields, kinds, 0.5),
@@ -111,7 +111,7 @@ def _read(fields: ConfigFields, feed_forward: FeedForwardConfig | Sequence[FeedF
         fields,
         default_context=128_000,
         theta=1e6,
-        attention=read_attention(fields, qk_norm="head"),
+        attention=read_attention(fields, num_kv_heads=8, qk_norm="head"),
         feed_forward=feed_forward,
         norm=NormConfig(eps=fields.number("norm_eps", 1e-5), rounds_first=True),
         recurrences=_recurrences(fields),

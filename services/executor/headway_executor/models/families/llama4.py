@@ -42,6 +42,9 @@ def read_llama4(fields: ConfigFields) -> ModelConfig:
     if not {CHUNKED, FULL}.issuperset(kinds):
         raise fields.refuse("layer_types", f"{CHUNKED}, {FULL}")
     rope = read_rope(fields, fields.integer("max_position_embeddings", _CONTEXT), theta=_THETA)
+    is_normed = fields.flag("use_qk_norm", default=True)
+    if is_normed:  # behind the rotation, so that its length does not count
+        rope = msgspec.structs.replace(rope, attention_factor=1.0)
     dense = read_feed_forward(fields)
     routing = read_routing(fields, ("num_local_experts", 16), chosen=1, is_normalised=False)
     experts = ExpertsConfig(
@@ -60,7 +63,7 @@ def read_llama4(fields: ConfigFields) -> ModelConfig:
             head_dim=128,
             num_kv_heads=8,
             is_interleaved=True,
-            qk_norm="plain_if_rotated" if fields.flag("use_qk_norm", default=True) else "none",
+            qk_norm="plain_if_rotated" if is_normed else "none",
             qkv_bias=has_bias,
             output_bias=has_bias,
         ),

@@ -59,7 +59,7 @@ def read_minimax(fields: ConfigFields) -> ModelConfig:
     refuse_partial_rotation(fields)
     refuse_unless(fields, "hidden_act", "silu")
     layers = range(num_layers_of(fields))
-    attention = read_attention(fields)
+    attention = read_attention(fields, num_kv_heads=8)
     refuse_unless(fields, "rotary_dim", attention.head_dim)
     usual = [LINEAR if i % 2 else FULL for i in layers]
     kinds = kinds_of(fields, usual, (FULL, LINEAR))

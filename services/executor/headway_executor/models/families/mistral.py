@@ -26,7 +26,7 @@ def read_mistral(fields: ConfigFields) -> ModelConfig:
     return read_model(
         fields,
         default_context=131_072,
-        attention=read_attention(fields),
+        attention=read_attention(fields, num_kv_heads=8),
         feed_forward=read_feed_forward(fields),
         windows=[window_of(fields)] * num_layers_of(fields),
     )

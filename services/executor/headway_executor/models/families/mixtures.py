@@ -10,7 +10,7 @@ from headway_executor.models.attention_config import AttentionConfig
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
 from headway_executor.models.families.olmo import NORMS_BEHIND
 from headway_executor.models.families.positions import rotary_factor
-from headway_executor.models.families.qwen import QWEN3_HEAD_DIM, QWEN_CONTEXT
+from headway_executor.models.families.qwen import QWEN_CONTEXT
 from headway_executor.models.families.reading import (
     FULL,
     SLIDING,
@@ -60,7 +60,7 @@ def read_mixtral(fields: ConfigFields) -> ModelConfig:
         fields,
         default_context=131_072,
         theta=1e6,
-        attention=read_attention(fields),
+        attention=read_attention(fields, num_kv_heads=8),
         feed_forward=msgspec.structs.replace(read_feed_forward(fields), experts=experts),
         norm=read_rms_norm(fields, eps=1e-5),
         windows=[window_of(fields, None)] * num_layers_of(fields),
@@ -86,7 +86,7 @@ def read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
         routing=read_routing(fields, (count_field(fields), 128), chosen=8, is_normalised=_normalises(fields))
     )
     has_bias = fields.flag("attention_bias", default=False)
-    attention = read_attention(fields, head_dim=QWEN3_HEAD_DIM, qkv_bias=has_bias, output_bias=has_bias, qk_norm="head")
+    attention = read_attention(fields, num_kv_heads=4, qkv_bias=has_bias, output_bias=has_bias, qk_norm="head")
     return _read_qwen(fields, experts, 768, attention, [_qwen_window(fields)] * num_layers_of(fields))
 
 

@@ -43,7 +43,7 @@ def read_modernbert_decoder(fields: ConfigFields) -> ModelConfig:
     num_layers, context = num_layers_of(fields), fields.integer("max_position_embeddings", 8192)
     every = fields.integer("global_attn_every_n_layers", 3)
     kinds = layer_types_of(fields, [SLIDING if i % every else FULL for i in range(num_layers)])
-    fields = fields.renamed(rope_theta="global_rope_theta")
+    fields, local = fields.renamed(rope_theta="global_rope_theta"), fields.integer("local_attention", 128, low=2)
     has_bias, in_mlp, in_norms, in_dense = (
         fields.flag(field, default=False) for field in ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias")
     )
@@ -59,7 +59,7 @@ def read_modernbert_decoder(fields: ConfigFields) -> ModelConfig:
         attention=read_attention(fields, qkv_bias=has_bias, output_bias=has_bias),
         feed_forward=read_feed_forward(fields, field="hidden_activation", default="gelu", size=1152, has_bias=in_mlp),
         norm=NormConfig(eps=fields.number("norm_eps", 1e-5), kind="layer", has_bias=in_norms),
-        windows=windows_of(fields, kinds, fields.integer("local_attention", 128, low=2) // 2),
+        windows=windows_of(fields, kinds, fields.integer("sliding_window", local // 2)),
         ropes=read_ropes(fields, kinds, context, near=10_000.0, far=160_000.0, near_field="local_rope_theta"),
         names=_NAMES,
         tied=True,

@@ -16,7 +16,7 @@ from headway_executor.models.families.reading import (
 
 QWEN_CONTEXT = 32_768
 _FIRST_WINDOW = 28
-QWEN3_HEAD_DIM = 128
+_QWEN3_HEAD_DIM = 128
 
 
 def read_qwen2(fields: ConfigFields) -> ModelConfig:
@@ -39,7 +39,7 @@ def read_qwen3(fields: ConfigFields) -> ModelConfig:
         fields,
         default_context=QWEN_CONTEXT,
         attention=read_attention(
-            fields, head_dim=QWEN3_HEAD_DIM, qkv_bias=has_bias, output_bias=has_bias, qk_norm="head"
+            fields, head_dim=_QWEN3_HEAD_DIM, qkv_bias=has_bias, output_bias=has_bias, qk_norm="head"
         ),
         feed_forward=read_feed_forward(fields),
         windows=qwen_windows(fields),

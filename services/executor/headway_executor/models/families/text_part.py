@@ -74,12 +74,12 @@ _MUSE_GLIMMER = {
     "num_hidden_layers": 52,
     "num_attention_heads": 32,
 }
-_QWEN3_VL_MOE = {
+_QWEN3_VL = {"rope_theta": 5e5, "max_position_embeddings": 128_000}
+_QWEN3_VL_MOE = _QWEN3_VL | {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1408,
     "num_local_experts": 60,
 }
-_QWEN3_VL = {"rope_theta": 5e5, "max_position_embeddings": 128_000}
 _QWEN2_VL = _Text(
     "Qwen2ForCausalLM",
     {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_window_layers": 80},
