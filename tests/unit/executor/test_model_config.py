@@ -657,8 +657,8 @@ def test_a_size_that_is_absent_is_that_of_transformers(tmp_path, name, field):
     model = make_model(name)
     values = model.config.to_dict() | {"architectures": [type(model).__name__]}
     if field != "shared_intermediate_size":
-        values |= {"num_attention_heads": 16, "hidden_size": 256, "num_key_value_heads": 16}
-    usual = ({"head_dim": 256 // 16} | type(model.config)().to_dict())[field]
+        values |= {"num_attention_heads": 16, "hidden_size": 512, "num_key_value_heads": 16}
+    usual = ({"head_dim": 512 // 16} | type(model.config)().to_dict())[field]
     assert usual != values[field]
     others = {other: value for other, value in values.items() if other != field}
     assert read(tmp_path, others) == read(tmp_path, others | {field: usual})
