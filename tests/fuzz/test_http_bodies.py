@@ -15,6 +15,7 @@ from fake_scheduler import MODEL
 from fuzz.limits import MOST_S, bounded, examples
 from headway_gateway.openai import bodies, translation
 from headway_gateway.openai.bodies import ChatBody, CompletionBody, EmbeddingsBody, ResponsesBody, TokenizeBody
+from headway_gateway.requests.input_checks import check_embed, check_score
 from headway_gateway.requests.validation import check_request
 from headway_gateway.statuses import CallRefusedError
 from headway_proto import generation_pb2 as api
@@ -157,6 +158,63 @@ def test_large_fields_are_read_or_refused_soon(body: dict[str, Any]) -> None:
     with contextlib.suppress(CallRefusedError):
         check_request(translation.chat_request(read, None), MODEL)
     assert time.process_time() - began_at < MOST_S
+
+
+MANY = json.dumps({"a": [{"": []}] * 400_000})
+
+
+@pytest.mark.parametrize("kind", [ChatBody, ResponsesBody, TokenizeBody], ids=lambda kind: kind.__name__)
+def test_variables_are_measured_before_they_are_read(kind: type[msgspec.Struct]) -> None:
+    asked = "input" if kind is ResponsesBody else "messages"
+    content = json.dumps({asked: ASKED["messages"]})[:-1] + f', "chat_template_kwargs": {MANY}}}'
+    read = bodies.read(content.encode(), kind)
+    began_at = time.process_time()
+    with pytest.raises(
+        CallRefusedError, match=r"^chat_template_kwargs: [0-9]+ bytes are not allowed; allowed: at most 1048576$"
+    ):
+        TRANSLATIONS[kind](read)
+    assert time.process_time() - began_at < MOST_S
+
+
+@pytest.mark.parametrize("given", ["[]", "1", '"x"'])
+def test_variables_are_an_object(given: str) -> None:
+    content = json.dumps(ASKED)[:-1] + f', "chat_template_kwargs": {given}}}'
+    with pytest.raises(CallRefusedError, match=r"^chat_template_kwargs: Expected `object.*; allowed: an object$"):
+        translation.chat_request(bodies.read(content.encode(), ChatBody), None)
+
+
+@pytest.mark.parametrize("field", ["variables", "tools"])
+def test_what_a_chat_brings_in_json_is_measured_before_it_is_read(field: str) -> None:
+    chat = api.Chat(messages=[api.ChatMessage(role="user", content="x")], **{field: MANY})
+    request = api.GenerateRequest(chat=chat)
+    with pytest.raises(
+        CallRefusedError, match=f"^chat.{field}: [0-9]+ characters are not allowed; allowed: at most 1048576$"
+    ):
+        check_request(request, MODEL)
+
+
+@pytest.mark.parametrize("kind", [EmbeddingsBody, CompletionBody], ids=lambda kind: kind.__name__)
+def test_inputs_are_counted_before_they_are_read(kind: type[msgspec.Struct]) -> None:
+    field, most = ("input", 2048) if kind is EmbeddingsBody else ("prompt", 256)
+    read = bodies.read(json.dumps({field: [[1]] * 500_000}).encode(), kind)
+    began_at = time.process_time()
+    with pytest.raises(CallRefusedError, match=f"^{field}: 500000 .*are not allowed; allowed: 1 to {most}$"):
+        TRANSLATIONS[kind](read)
+    assert time.process_time() - began_at < MOST_S / 10
+
+
+@pytest.mark.parametrize(("kind", "check"), [(api.EmbedRequest, check_embed), (api.ScoreRequest, check_score)])
+def test_millions_of_inputs_are_counted_before_one_is_made_an_object(
+    kind: type[Any], check: Callable[..., Any]
+) -> None:
+    field = "inputs" if kind is api.EmbedRequest else "continuations"
+    tag = bytes([kind.DESCRIPTOR.fields_by_name[field].number << 3 | 2, 0])
+    request = kind.FromString(tag * 2_000_000)
+    model = msgspec.structs.replace(MODEL, embedding_size=8, supports_prompt_logprobs=True)
+    began_at = time.process_time()
+    with pytest.raises(CallRefusedError, match=f"{field}: 2000000 are not allowed; allowed: 1 to 64"):
+        check(request, model)
+    assert time.process_time() - began_at < MOST_S / 10
 
 
 def test_what_the_model_said_in_several_items_is_one_message() -> None:

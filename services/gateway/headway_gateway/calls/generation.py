@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -136,8 +136,7 @@ class Generation:
             CallRefusedError: the scheduler refused before any had begun.
         """
         try:
-            submitted = [sequence for sequence in self._sequences if sequence.end is None]
-            self._client.submit(submitted)
+            self._client.submit(submitted := [one for one in self._sequences if one.end is None])
             # This comes after submitting, so that the scheduler already works.
             self._continuations += map(self._continuation, self._sequences)
             self._call.context.offer_initial_metadata(((REQUEST_ID_METADATA_KEY, in_ascii(self._request.request_id)),))
@@ -230,14 +229,15 @@ class Generation:
             for response in output.responses(index):
                 await self._write(output.continuation, response, patience)
 
-    def _events_of_prompt(self, continuation: Continuation) -> list[api.GenerateResponse]:
+    def _events_of_prompt(self, continuation: Continuation) -> Iterator[api.GenerateResponse]:
         """They go before the first output's."""
-        return [] if self._prompt is None or continuation.index else self._prompt.take()
+        return iter(()) if self._prompt is None or continuation.index else self._prompt.take()
 
-    async def _write_of_prompt(self, responses: list[api.GenerateResponse], patience: ClientPatience) -> None:
+    async def _write_of_prompt(self, responses: Iterator[api.GenerateResponse], patience: ClientPatience) -> None:
         for response in responses:
             patience.begin_write()
             await self._send(response)
+            await asyncio.sleep(0)  # others get their turns between
 
     def _abort_if_stopped(self, continuation: Continuation) -> None:
         """The scheduler does not know stop strings."""

@@ -7,7 +7,9 @@ from headway_proto import generation_pb2 as api
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 
 _MOST_ENTRIES = 1 << 14
-"""Tokens and alternatives in one message: some 200 KB."""
+"""Tokens in one message: some 50 KB."""
+_MOST_LOGPROBS = 1 << 11
+"""Log probabilities in one message. Each is an object, and while a message is made, nothing else is served."""
 
 
 class PromptEvents:
@@ -20,9 +22,9 @@ class PromptEvents:
         self._num_sent = 0
         self._num_parts = 0
 
-    def take(self) -> list[api.GenerateResponse]:
-        """Return the new events."""
-        return [api.GenerateResponse(prompt=prompt) for prompt in self._new()]
+    def take(self) -> Iterator[api.GenerateResponse]:
+        """Make the new events, one by one."""
+        return (api.GenerateResponse(prompt=prompt) for prompt in self._new())
 
     def _new(self) -> Iterator[api.Prompt]:
         if self._sequence is None:
@@ -39,7 +41,7 @@ class PromptEvents:
 
     def _with_logprobs(self, part: PromptLogprobColumns) -> Iterator[api.Prompt]:
         own, top_ids, top_values = (column.tolist() for column in part.values())
-        step = max(1, _MOST_ENTRIES // (1 + part.num_alternatives))
+        step = max(1, _MOST_LOGPROBS // (1 + part.num_alternatives))
         for start in range(0, part.num_positions, step):
             end = min(start + step, part.num_positions)
             first = part.first_position + start

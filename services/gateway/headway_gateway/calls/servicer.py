@@ -44,6 +44,9 @@ from headway_proto.pooling import NO_POOLING
 from headway_proto.sampling import Constraint
 from headway_proto.wording import shown
 
+MAX_DETOKENIZED = 1 << 20
+"""Ids of one call; a context may have more."""
+
 _UNTRACED = Untraced()
 
 
@@ -136,6 +139,10 @@ class GenerationServicer(api_grpc.GenerationServicer):
         context: CallContext,  # noqa: ARG002
     ) -> api.DetokenizeResponse:
         model = await self.serving_model()
+        most = max(MAX_DETOKENIZED, model.max_model_len)
+        if len(request.token_ids) > most:
+            described = f"{len(request.token_ids)} ids are not allowed; allowed: at most {most}"
+            raise invalid_argument("token_ids", described)
         require_token_ids(request.token_ids, "token_ids", model.vocab_size)
         return api.DetokenizeResponse(text=await self._lanes.decode(request.token_ids))
 

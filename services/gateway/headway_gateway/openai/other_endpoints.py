@@ -9,7 +9,7 @@ import grpc
 import msgspec
 
 from headway_gateway.calls.servicer import GenerationServicer
-from headway_gateway.openai.bodies import DetokenizeBody, EmbeddingsBody, ResponsesBody, TokenizeBody, read
+from headway_gateway.openai.bodies import NOTHING, DetokenizeBody, EmbeddingsBody, ResponsesBody, TokenizeBody, read
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import new_id
 from headway_gateway.openai.translation import (
@@ -180,7 +180,7 @@ class OtherEndpoints:
         else:
             request.text = body.prompt or ""
             for name in _OF_CHATS:
-                if getattr(body, name) is not None:
+                if getattr(body, name) not in (None, NOTHING):
                     raise invalid_argument(name, "not allowed with prompt; allowed: with messages")
         model = await self._served(body.model)
         tokens = list((await _asked(self._generation.Tokenize, request, call)).token_ids)

@@ -30,11 +30,18 @@ from headway_gateway.openai.constraints import constrain, constraint_of
 from headway_gateway.openai.tool_choice import ToolsBody, forced_tools, offered_tools
 from headway_gateway.openai.tool_schemas import schema_of_calls
 from headway_gateway.requests.input_checks import MAX_INPUTS
-from headway_gateway.requests.validation import MAX_CHAT_PIECES, MAX_STOP_TOKEN_IDS, MAX_STOPS, too_many_biases
+from headway_gateway.requests.validation import (
+    MAX_CHAT_PIECES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_TOOLS_BYTES,
+    MAX_VARIABLES_BYTES,
+    too_many_biases,
+)
 from headway_gateway.statuses import invalid_argument
 from headway_proto import generation_pb2 as api
 from headway_proto.sampling import MAX_LOGIT_BIAS_ENTRIES
-from headway_proto.wording import shown
+from headway_proto.wording import one_line, shown
 
 MAX_PROMPTS = 256
 MAX_EMBEDDED = 2048
@@ -42,9 +49,6 @@ MAX_EMBEDDED = 2048
 
 _MOST_BYTES_OF_EACH = 1 << 19
 """Of a request of several, without its prompt: more than what is allowed takes."""
-
-_MOST_BYTES_OF_TOOLS = 1 << 20
-"""Of all together. What they say becomes a grammar, in which time nothing else is served."""
 
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's."""
@@ -106,7 +110,7 @@ def completion_requests(body: CompletionBody, tenant: str | None) -> list[api.Ge
     if wanted:
         base.sampling.prompt_logprobs = max(wanted)
     base.sampling.max_tokens = _most_tokens(body)
-    return _with_prompts(base, list(_inputs(body.prompt, "prompt")))
+    return _with_prompts(base, _inputs(body.prompt, "prompt", "prompts ", MAX_PROMPTS))
 
 
 def completion_names(body: CompletionBody, place: int) -> Iterable[tuple[str, str]]:
@@ -129,9 +133,7 @@ def _most_tokens(body: CompletionBody) -> int:
     return max(1, body.max_tokens)
 
 
-def _with_prompts(base: api.GenerateRequest, prompts: list[str | list[int]]) -> list[api.GenerateRequest]:
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise invalid_argument("prompt", f"{len(prompts)} prompts are not allowed; allowed: 1 to {MAX_PROMPTS}")
+def _with_prompts(base: api.GenerateRequest, prompts: Sequence[str | list[int]]) -> list[api.GenerateRequest]:
     size = base.ByteSize()
     if len(prompts) > 1 and size > _MOST_BYTES_OF_EACH:
         problem = f"{len(prompts)} prompts are not allowed with other fields of {size} bytes, which each of them gets; "
@@ -209,16 +211,30 @@ def _add_tools(chat: api.Chat, body: ToolsBody) -> None:
     if not (tools := offered_tools(body)):
         return
     told = msgspec.json.encode([Tool("function", function) for function in tools])
-    if len(told) > _MOST_BYTES_OF_TOOLS:
-        raise invalid_argument("tools", f"{len(told)} bytes are not allowed; allowed: at most {_MOST_BYTES_OF_TOOLS}")
+    if len(told) > MAX_TOOLS_BYTES:
+        raise invalid_argument("tools", f"{len(told)} bytes are not allowed; allowed: at most {MAX_TOOLS_BYTES}")
     chat.tools = told.decode()
 
 
-def add_variables(chat: api.Chat, given: dict[str, Any] | None, effort: str | None) -> None:
-    """Add variables of the template."""
-    variables = {**(given or {}), **({} if effort is None else {"reasoning_effort": effort})}
+def add_variables(chat: api.Chat, given: msgspec.Raw, effort: str | None) -> None:
+    """Add variables of the template.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT.
+    """
+    variables = {**_variables(bytes(given)), **({} if effort is None else {"reasoning_effort": effort})}
     if variables:
         chat.variables = msgspec.json.encode(variables).decode()
+
+
+def _variables(given: bytes) -> dict[str, Any]:
+    field, num_bytes = "chat_template_kwargs", len(given)
+    if num_bytes > MAX_VARIABLES_BYTES:
+        raise invalid_argument(field, f"{num_bytes} bytes are not allowed; allowed: at most {MAX_VARIABLES_BYTES}")
+    try:
+        return msgspec.json.decode(given, type=dict[str, Any] | None) or {}
+    except (ValueError, RecursionError) as error:
+        raise invalid_argument(field, f"{one_line(error)}; allowed: an object") from None
 
 
 def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRequest:
@@ -341,9 +357,7 @@ def embed_parts(body: EmbeddingsBody, tenant: str | None) -> list[EmbedPart]:
     Raises:
         CallRefusedError: INVALID_ARGUMENT.
     """
-    inputs = list(_inputs(body.input, "input"))
-    if not 1 <= len(inputs) <= MAX_EMBEDDED:
-        raise invalid_argument("input", f"{len(inputs)} are not allowed; allowed: 1 to {MAX_EMBEDDED}")
+    inputs = _inputs(body.input, "input", "", MAX_EMBEDDED)
     parts = []
     for first in range(0, len(inputs), MAX_INPUTS):
         request = _embed_request(body, tenant, inputs[first : first + MAX_INPUTS])
@@ -427,20 +441,16 @@ def _text(content: str | list[ContentPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _inputs(given: str | list[str | list[int] | int], field: str) -> Iterable[str | list[int]]:
-    """One text, one list of token ids, or a list of either."""
+def _inputs(given: str | list[str | list[int] | int], field: str, noun: str, most: int) -> Sequence[str | list[int]]:
+    """One text, one list of token ids, or a list of either, 1 to ``most``."""
     if isinstance(given, str):
-        yield given
-        return
+        return [given]
+    if not (given and isinstance(given[0], int)) and not 1 <= len(given) <= most:
+        raise invalid_argument(field, f"{len(given)} {noun}are not allowed; allowed: 1 to {most}")
     numbers = [one for one in given if isinstance(one, int)]
-    if numbers:
-        if len(numbers) != len(given):
-            raise invalid_argument(field, "it mixes token ids with other prompts; allowed: one kind")
-        yield numbers
-        return
-    for one in given:
-        assert not isinstance(one, int)
-        yield one
+    if numbers and len(numbers) != len(given):
+        raise invalid_argument(field, "it mixes token ids with other prompts; allowed: one kind")
+    return [numbers] if numbers else [one for one in given if not isinstance(one, int)]
 
 
 def _is_list(given: str | list[str | list[int] | int]) -> bool:

@@ -1,7 +1,7 @@
 """Checks of the requests with several inputs: Embed and Score. Must not know: sockets, tasks, tokenising."""
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import grpc
@@ -98,8 +98,8 @@ def _checked(request_id: str, adapter: str, wrong: Mapping[str, str]) -> Checked
     return CheckedInputs(request_id or secrets.token_hex(16), adapter)
 
 
-def _list_violations(field: str, inputs: "Iterable[api.Input]") -> Iterable[tuple[str, str]]:
-    inputs = list(inputs)
+def _list_violations(field: str, inputs: "Sequence[api.Input]") -> Iterable[tuple[str, str]]:
+    # They are counted before one is looked at: millions of objects take seconds.
     if not 1 <= len(inputs) <= MAX_INPUTS:
         yield field, f"{len(inputs)} are not allowed; allowed: 1 to {MAX_INPUTS}"
         return

@@ -32,6 +32,10 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 1024
 MAX_CHAT_PIECES = 1 << 14
 """Messages of a chat, their parts and their calls; and tools. Each takes some microseconds, in which nothing else is served."""
+MAX_TOOLS_BYTES = 1 << 20
+"""Of all together. What they say may become a grammar, in which time nothing else is served."""
+MAX_VARIABLES_BYTES = 1 << 20
+"""Of all variables of a chat template, in JSON."""
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 SEED_SPACE = 1 << 64
@@ -350,11 +354,11 @@ def chat_violations(chat: api.Chat) -> Iterable[tuple[str, str]]:
                 f"chat.messages[{place}].role",
                 f"{shown(message.role)} is not a role; allowed: {', '.join(CHAT_ROLES)}",
             )
-        if message.more and not _is_json(message.more, dict):
-            yield f"chat.messages[{place}].more", f"{shown(message.more)} is not allowed; allowed: a JSON object"
-        elif odd := _other_part(message.more):
-            yield f"chat.messages[{place}].more", f"content has {odd}; allowed: parts of type text"
-    if chat.tools and not _is_json(chat.tools, list):
+        if message.more:
+            yield from _violations_of_more(f"chat.messages[{place}].more", message.more)
+    if len(chat.tools) > MAX_TOOLS_BYTES:
+        yield "chat.tools", f"{len(chat.tools)} characters are not allowed; allowed: at most {MAX_TOOLS_BYTES}"
+    elif chat.tools and not isinstance(_decoded(chat.tools), list):
         yield "chat.tools", f"{shown(chat.tools)} is not allowed; allowed: a JSON array"
     if chat.continue_final_message and chat.add_generation_prompt:
         yield (
@@ -365,29 +369,38 @@ def chat_violations(chat: api.Chat) -> Iterable[tuple[str, str]]:
         yield from _variable_violations(chat.variables)
 
 
-def _other_part(more: str) -> str:
-    """A part of a message's content that is not a text, in words; "" if there is none."""
-    content = msgspec.json.decode(more).get("content") if more else None
-    parts = content if isinstance(content, list) else []
-    kinds = [part.get("type") if isinstance(part, dict) else part for part in parts]
-    return next((f"a part of type {shown(kind)}" for kind in kinds if kind != "text"), "")
+def _violations_of_more(field: str, more: str) -> Iterable[tuple[str, str]]:
+    given = _decoded(more)
+    if not isinstance(given, dict):
+        yield field, f"{shown(more)} is not allowed; allowed: a JSON object"
+        return
+    content = given.get("content")
+    for part in content if isinstance(content, list) else []:
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind != "text":
+            yield field, f"content has a part of type {shown(kind)}; allowed: parts of type text"
+            return
 
 
 def _variable_violations(variables: str) -> Iterable[tuple[str, str]]:
-    if not _is_json(variables, dict):
+    if len(variables) > MAX_VARIABLES_BYTES:
+        yield "chat.variables", f"{len(variables)} characters are not allowed; allowed: at most {MAX_VARIABLES_BYTES}"
+        return
+    given = _decoded(variables)
+    if not isinstance(given, dict):
         yield "chat.variables", f"{shown(variables)} is not allowed; allowed: a JSON object"
         return
-    given = msgspec.json.decode(variables)
     for name in _OWN_VARIABLES:
         if name in given:
             yield "chat.variables", f"{shown(name)} is not allowed; allowed: names beside {', '.join(_OWN_VARIABLES)}"
 
 
-def _is_json(text: str, kind: type) -> bool:
+def _decoded(text: str) -> object:
+    """Return what a text in JSON says; None if it is none."""
     try:
-        return isinstance(msgspec.json.decode(text), kind)
+        return msgspec.json.decode(text)
     except (ValueError, RecursionError):
-        return False
+        return None
 
 
 def _resume_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterable[tuple[str, str]]:

@@ -113,8 +113,12 @@ class PrefixCache:
 
     def _cached_entries(self) -> Iterator[CacheEntry]:
         # Parents come first, because a run is made after its parent.
+        reached: set[int] = set()
         for run in self._runs.values():
-            if run.length and self._is_reachable(run.parent):
+            parent, place = run.parent >> _PLACE_BITS, run.parent & _PLACE_MASK
+            follows = run.parent == ROOT_NODE or (parent in reached and place < self._runs[parent].length)
+            if run.length and follows:
+                reached.add(run.number)
                 yield self._entry(run)
 
     def _entry(self, run: _Run) -> CacheEntry:
