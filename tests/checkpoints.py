@@ -257,7 +257,7 @@ _MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {
         num_experts_per_tok=1,
         intermediate_size=32,
         intermediate_size_mlp=40,
-        rope_parameters={"rope_theta": 10_000.0, **_YARN_ROPE},
+        rope_parameters=_YARN_ROPE,
     ),
     "qwen2_moe": lambda: _qwen2_moe(
         num_experts=6,

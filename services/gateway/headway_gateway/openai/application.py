@@ -127,9 +127,9 @@ class Application:
 
 def _require_no_page(call: HttpCall) -> None:
     """A browser would let any page send a request to loopback, in the name of whoever looks at the page."""
-    if call.headers("origin"):
+    if origins := call.headers("origin"):
         raise CallRefusedError(
             grpc.StatusCode.PERMISSION_DENIED,
-            f"requests of pages of {shown(call.headers('origin')[0])} are refused; allowed: those of allowed_origins",
+            f"requests of pages of {shown(origins[0])} are refused; allowed: those of allowed_origins",
             reason="web_page",
         )
